@@ -1,0 +1,34 @@
+"""Typed errors. Bad arguments raise ValueError or TypeError; these are for what arrives from elsewhere."""
+
+from __future__ import annotations
+
+
+class ZipcclError(RuntimeError):
+    """Base of every error that is not the caller's argument.
+
+    ``rank`` is the rank that noticed, ``peer`` the rank whose data is at fault; both are ranks in
+    the process group and None outside a collective.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, peer: int | None = None) -> None:
+        where = "" if rank is None else f"rank {rank}: "
+        whose = "" if peer is None else f" (data from rank {peer})"
+        super().__init__(f"{where}{message}{whose}")
+        self.message = message
+        self.rank = rank
+        self.peer = peer
+
+
+class CorruptPayload(ZipcclError):
+    """A payload that contradicts itself: damaged in transit, truncated, or not a payload."""
+
+
+class FormatMismatch(ZipcclError):
+    """A payload or a peer that speaks another wire format version."""
+
+
+class PeerMismatch(ZipcclError):
+    """Ranks that called the same collective with contradicting shapes, dtypes or operations.
+
+    Every rank of the group raises it, since every rank sees the same exchanged descriptions.
+    """
