@@ -1,7 +1,8 @@
 """Numba kernels of the CPU codec: tiles in, tiles out, the bytes that format.py defines.
 
 Written as short loops over one tile (1 to 4 kB, in L1) that LLVM turns into vector code. Integers are
-cast at every step, since Numba would widen them to 64 bits and a vector would hold fewer of them.
+cast at every step, since Numba would widen them to 64 bits and a vector would hold fewer of them, and
+tiles are sliced out before a loop, since ``a[start + i]`` is checked for a negative index and ``t[i]`` is not.
 Kernels run without the GIL, allocate only scratch, and report a corrupt payload by returning False.
 """
 
@@ -134,12 +135,10 @@ def _pack_field(values, width, scratch, dynamic, position):
         for i in range(TILE):
             bytes_[i] = u8((values[i] >> shift) & mask)
         if plane == 8:
-            for i in range(TILE):
-                dynamic[position + i] = bytes_[i]
+            dynamic[position : position + TILE] = bytes_
         else:
             _pack_plane(octets, plane, nibbles, words)
-            for i in range(OCTETS * plane):
-                dynamic[position + i] = packed[i]
+            dynamic[position : position + OCTETS * plane] = packed[: OCTETS * plane]
         position += OCTETS * plane
         width -= plane
         shift = u16(shift + u16(plane))
@@ -156,11 +155,9 @@ def _unpack_field(dynamic, position, width, scratch, values):
     while width > 0:
         plane = _next_plane(width)
         if plane == 8:
-            for i in range(TILE):
-                bytes_[i] = dynamic[position + i]
+            bytes_[:] = dynamic[position : position + TILE]
         else:
-            for i in range(OCTETS * plane):
-                packed[i] = dynamic[position + i]
+            packed[: OCTETS * plane] = dynamic[position : position + OCTETS * plane]
             _unpack_plane(words, plane, nibbles, octets)
         for i in range(TILE):
             values[i] = u16(values[i] | u16(u16(bytes_[i]) << shift))
@@ -223,27 +220,31 @@ def _encode_exponents(spec, order, scratch, codes, dynamic, position):
                             further[n] = exponents[i]
                             n += 1
     else:  # a quarter escapes, at random: a branch would mispredict
+        k = u64(0)
         for lane in range(32):
             for g in range(4):
-                start = g * 256 + lane * 8
-                for i in range(start, start + 8):
-                    further[n] = exponents[i]
-                    n += codes8[i] == last
+                start = u64(g * 256 + lane * 8)
+                for j in range(8):
+                    i = u64(start + u64(j))
+                    further[k] = exponents[i]
+                    k = u64(k + u64(codes8[i] == last))
+        n = np.int64(k)
 
     # Later levels, each over the escapes of the one before.
     level_escape, base, num_symbols = (1 << level_bits) - 1, escape, 0
     for _ in range(1, levels):
-        kept = 0
+        kept, level_symbols = u64(0), symbols[num_symbols:]
         for k in range(n):
             e = further[k]
             r = np.int64(ranks[e])
-            symbols[num_symbols + k] = u8(min(r - base, level_escape))
+            level_symbols[k] = u8(min(r - base, level_escape))
             further[kept] = e
-            kept += r >= base + level_escape
+            kept = u64(kept + u64(r >= base + level_escape))
         num_symbols += n
         base += level_escape
-        n = kept
+        n = np.int64(kept)
 
+    chunk = dynamic[position:]
     symbol_bytes = (num_symbols * level_bits + 7) // 8
     rest_bits = exponent_bits - code_bits
     if symbol_bytes + n > OCTETS * rest_bits:
@@ -260,15 +261,29 @@ def _encode_exponents(spec, order, scratch, codes, dynamic, position):
         symbols[k] = 0
     if level_bits == 4:
         for k in range(symbol_bytes):
-            dynamic[position + k] = symbols[2 * k] | u8(symbols[2 * k + 1] << 4)
+            chunk[k] = symbols[2 * k] | u8(symbols[2 * k + 1] << 4)
     else:
         for k in range(symbol_bytes):
             low = symbols[4 * k] | u8(symbols[4 * k + 1] << 2)
-            dynamic[position + k] = low | u8(symbols[4 * k + 2] << 4) | u8(symbols[4 * k + 3] << 6)
-    position += symbol_bytes
-    for k in range(n):
-        dynamic[position + k] = further[k]
-    return position + n, top, (ZERO_FLAG if zero else 0)
+            chunk[k] = low | u8(symbols[4 * k + 2] << 4) | u8(symbols[4 * k + 3] << 6)
+    chunk[symbol_bytes : symbol_bytes + n] = further[:n]
+    return position + symbol_bytes + n, top, (ZERO_FLAG if zero else 0)
+
+
+@jit
+def _unpack_symbols(packed, level_bits, symbols):
+    """Bytes of 2 or 4 bit symbols -> one symbol a byte, up to three more than asked for."""
+    if level_bits == 4:
+        pairs = symbols[: 2 * len(packed)].view(np.uint16)
+        for k in range(len(packed)):
+            b = u16(packed[k])
+            pairs[k] = (b & u16(15)) | u16(u16(b >> u16(4)) << u16(8))
+    else:
+        quads = symbols[: 4 * len(packed)].view(np.uint32)
+        for k in range(len(packed)):
+            b = u32(packed[k])
+            low = (b & u32(3)) | ((b & u32(12)) << u32(6))
+            quads[k] = low | ((b & u32(48)) << u32(12)) | ((b & u32(192)) << u32(18))
 
 
 @jit
@@ -308,13 +323,13 @@ def _decode_exponents(spec, order, scratch, codes, top, flags, dynamic, position
         end = num_symbols + n
         if (end + per_byte - 1) // per_byte > available:
             return False
-        n = 0
-        for k in range(num_symbols, end):
-            bit = k * level_bits
-            symbol = u8(dynamic[position + (bit >> 3)] >> (bit & 7)) & level_escape
-            symbols[k] = symbol
-            n += symbol == level_escape
-        num_symbols = end
+        first_byte = num_symbols // per_byte
+        packed = dynamic[position + first_byte : position + (end + per_byte - 1) // per_byte]
+        _unpack_symbols(packed, level_bits, symbols[first_byte * per_byte :])
+        deeper, level_symbols = u32(0), symbols[num_symbols:end]
+        for k in range(len(level_symbols)):
+            deeper = u32(deeper + u32(level_symbols[k] == level_escape))
+        n, num_symbols = np.int64(deeper), end
     position += (num_symbols + per_byte - 1) // per_byte
     available -= (num_symbols + per_byte - 1) // per_byte
     if n > available:
@@ -329,17 +344,15 @@ def _decode_exponents(spec, order, scratch, codes, top, flags, dynamic, position
         base -= np.int64(level_escape)
         length = lengths[level]
         start = end - length
-        k, deeper = length - 1, n - 1
-        while k >= 0:
-            symbol = symbols[start + k]
-            if symbol == level_escape:
-                further[k] = further[deeper]
-                deeper -= 1
-            else:
-                further[k] = table[base + symbol]
-            k -= 1
+        deeper = u64(n)  # one past the last unused, so that it never goes below 0
+        for back in range(length):
+            k = u64(length - 1 - back)
+            symbol = symbols[u64(start + k)]
+            escaped = symbol == level_escape
+            deeper = u64(deeper - u64(escaped))
+            further[k] = further[deeper] if escaped else table[u64(base + symbol)]
         n, end = length, start
-    k = 0
+    k = u64(0)
     if code_bits == 3:
         for lane in range(32):
             for g in range(4):
@@ -348,15 +361,16 @@ def _decode_exponents(spec, order, scratch, codes, top, flags, dynamic, position
                     for i in range(8 * octet, 8 * octet + 8):
                         if codes8[i] == last:
                             exponents[i] = further[k]
-                            k += 1
+                            k = u64(k + u64(1))
     else:
         for lane in range(32):
             for g in range(4):
-                start = g * 256 + lane * 8
-                for i in range(start, start + 8):
+                start = u64(g * 256 + lane * 8)
+                for j in range(8):
+                    i = u64(start + u64(j))
                     escaped = codes8[i] == last
                     exponents[i] = further[k] if escaped else exponents[i]
-                    k += escaped
+                    k = u64(k + u64(escaped))
     return True
 
 
@@ -464,15 +478,16 @@ def encode_tiles(
             group_start = position
             bases[tile // GROUP] = u32(position // 4)
         chunk_start = position
+        bits, low_plane = x[start : start + TILE], residual[start : start + TILE]
         for i in range(TILE):
-            exponents[i] = u8(u16(u16(x[start + i] >> high_shift) >> mantissa) & exponent_mask)
+            exponents[i] = u8(u16(u16(bits[i] >> high_shift) >> mantissa) & exponent_mask)
         if residual_bits >= 8:
             for i in range(TILE):
-                v = u16(x[start + i] >> high_shift)
-                residual[start + i] = u8(u16(v << u16(1)) | u16(v >> sign))
+                v = u16(bits[i] >> high_shift)
+                low_plane[i] = u8(u16(v << u16(1)) | u16(v >> sign))
         if rest_bits:
             for i in range(TILE):
-                v = u16(x[start + i] >> high_shift)
+                v = u16(bits[i] >> high_shift)
                 rotated = u16(v << u16(1)) | u16(v >> sign)
                 bytes_[i] = u8(u16(rotated >> rest_shift) & rest_mask)
             word = rest_start + tile * 32 * rest_bits
@@ -480,7 +495,7 @@ def encode_tiles(
         flags = 0
         if low_bits:
             for i in range(TILE):
-                low[i] = u16(x[start + i])
+                low[i] = u16(bits[i])
             position, flags = _encode_low(scratch, dynamic, position)
         word = tile * 32 * code_bits
         position, top, exponent_flags = _encode_exponents(
@@ -523,10 +538,10 @@ def decode_tiles(
         tile_codes = codes[word : word + 32 * code_bits]
         if not _decode_exponents(spec, order, scratch, tile_codes, top, flags, dynamic, position):
             return False
-        start = tile * TILE
+        low_plane = residual[tile * TILE : (tile + 1) * TILE]
         if residual_bits >= 8:
             for i in range(TILE):
-                rotated[i] = u16(residual[start + i])
+                rotated[i] = u16(low_plane[i])
         else:
             rotated[:] = 0
         if rest_bits:
@@ -534,22 +549,16 @@ def decode_tiles(
             _unpack_plane(residual_words[word : word + 32 * rest_bits], rest_bits, nibbles, octets)
             for i in range(TILE):
                 rotated[i] = rotated[i] | u16(u16(bytes_[i]) << rest_shift)
-        start = (tile - first) * TILE
+        for i in range(TILE):
+            r = rotated[i]
+            rotated[i] = u16(u16(exponents[i]) << mantissa) | u16(r >> u16(1)) | u16(u16(r & u16(1)) << sign)
+        bits = out[(tile - first) * TILE : (tile - first + 1) * TILE]
         if low_bits:
             for i in range(TILE):
-                high = (
-                    u16(u16(exponents[i]) << mantissa)
-                    | u16(rotated[i] >> u16(1))
-                    | u16(u16(rotated[i] & u16(1)) << sign)
-                )
-                out[start + i] = u32(u32(high) << u32(16)) | u32(low[i])
+                bits[i] = u32(u32(rotated[i]) << u32(16)) | u32(low[i])
         else:
             for i in range(TILE):
-                out[start + i] = (
-                    u16(u16(exponents[i]) << mantissa)
-                    | u16(rotated[i] >> u16(1))
-                    | u16(u16(rotated[i] & u16(1)) << sign)
-                )
+                bits[i] = rotated[i]
     return True
 
 
