@@ -1,8 +1,8 @@
 """Numba kernels of the CPU codec: tiles in, tiles out, the bytes that format.py defines.
 
 Written as short loops over one tile (1 to 4 kB, in L1) that LLVM turns into vector code. Integers are
-cast at every step, since Numba would widen them to 64 bits and a vector would hold fewer of them, and
-tiles are sliced out before a loop, since ``a[start + i]`` is checked for a negative index and ``t[i]`` is not.
+cast at every step, since Numba would widen them to 64 bits and a vector would hold fewer of them. Tiles
+are sliced out before a loop: ``a[start + i]`` is checked for a negative index, ``t[i]`` is not.
 Kernels run without the GIL, allocate only scratch, and report a corrupt payload by returning False.
 """
 

@@ -36,7 +36,7 @@ def _each(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[An
 
 
 def _ranges(first: int, last: int, itemsize: int) -> list[tuple[int, int]]:
-    """Cuts tiles ``first`` to ``last - 1`` at group boundaries into one range a worker; never an empty one."""
+    """Cuts tiles ``first`` to ``last - 1`` at group boundaries into a range per worker, none empty."""
     size = (last - first) * TILE * itemsize
     groups = -(-(last - first) // GROUP)
     workers = max(1, min(torch.get_num_threads(), size // MIN_WORKER_BYTES, groups))
@@ -75,8 +75,8 @@ def checksum(data: Array) -> int:
 def encode(bits: Array, lay: Layout, payload: Array) -> int:
     """Writes the payload of ``bits`` (uint8, uint16 or uint32, flat) and returns its size in bytes.
 
-    ``payload`` is uint8, starts on 4 bytes and holds at least ``lay.max_bytes``; bytes past the
-    returned size are left undefined. The header's shape is ``(numel,)``.
+    ``payload`` is uint8, starts on 4 bytes and holds at least ``lay.max_bytes``; nothing is written
+    past the returned size. The header's shape is ``(numel,)``.
     """
     data = bits.view(np.uint8)
     dynamic_bytes = 0
@@ -93,7 +93,7 @@ def encode(bits: Array, lay: Layout, payload: Array) -> int:
 
 
 def _encode_tiles(bits: Array, lay: Layout, payload: Array) -> int:
-    meta, bases, codes, residual = sections = _sections(payload, lay)
+    meta, bases, *_ = sections = _sections(payload, lay)
     payload[lay.meta + meta.nbytes : lay.bases] = 0
     payload[lay.bases + bases.nbytes : lay.codes] = 0
     if not lay.num_tiles:
@@ -115,28 +115,27 @@ def _encode_tiles(bits: Array, lay: Layout, payload: Array) -> int:
     return end
 
 
-def decode_tiles(payload: Array, lay: Layout, first: int, last: int, out: Array) -> None:
-    """Decodes tiles ``first`` to ``last - 1``, whole groups, into ``out``, bits of (last - first) * 1024 elements.
+def decode(payload: Array, lay: Layout, out: Array, start: int = 0) -> None:
+    """Decodes elements ``start`` to ``start + len(out) - 1`` of a payload into ``out``, their bits.
 
-    ``payload`` is exactly one payload whose header was checked, and starts on 4 bytes.
+    ``payload`` is exactly one payload whose header was checked, and starts on 4 bytes. ``start`` is a
+    multiple of a group's 8192 elements; the end is a multiple of 1024 or the end of the tensor.
     Raises CorruptPayload where the dynamic part contradicts the static part.
     """
-    dtype = lay.dtype
-    spec, order = _kernel_spec(dtype.exponent_bits, lay.mode)
-    fixed = (lay.num_tiles, dtype.low_bits, dtype.residual_bits, spec, order)
-    sections = (*_sections(payload, lay), payload[lay.static_bytes :])
-    calls = [
-        (out[(a - first) * TILE : (b - first) * TILE], a, b, *fixed, *sections)
-        for a, b in _ranges(first, last, dtype.itemsize)
-    ]
-    if not all(_each(kernels.decode_tiles, calls)):
-        raise CorruptPayload("payload: the dynamic part contradicts the static part")
-
-
-def decode(payload: Array, lay: Layout, out: Array) -> None:
-    """Decodes all of one payload into ``out``, bits of ``lay.numel`` elements; see decode_tiles."""
-    data, size = out.view(np.uint8), lay.numel * lay.dtype.itemsize
-    coded = lay.num_tiles * TILE * lay.dtype.itemsize
-    data[coded:] = payload[lay.tail :][: size - coded]
-    if lay.num_tiles:
-        decode_tiles(payload, lay, 0, lay.num_tiles, out[: lay.num_tiles * TILE])
+    dtype, stop = lay.dtype, start + len(out)
+    first, last = start // TILE, min(stop // TILE, lay.num_tiles)
+    if first < last:
+        spec, order = _kernel_spec(dtype.exponent_bits, lay.mode)
+        fixed = (lay.num_tiles, dtype.low_bits, dtype.residual_bits, spec, order)
+        sections = (*_sections(payload, lay), payload[lay.static_bytes :])
+        calls = [
+            (out[a * TILE - start : b * TILE - start], a, b, *fixed, *sections)
+            for a, b in _ranges(first, last, dtype.itemsize)
+        ]
+        if not all(_each(kernels.decode_tiles, calls)):
+            raise CorruptPayload("payload: the dynamic part contradicts the static part")
+    plain = max(start, lay.num_tiles * TILE)
+    if plain < stop:
+        source = payload[lay.tail + (plain - lay.num_tiles * TILE) * dtype.itemsize :]
+        target = out[plain - start :].view(np.uint8)
+        target[:] = source[: len(target)]

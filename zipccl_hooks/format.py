@@ -51,7 +51,8 @@ others move one place down. The bars cut levels: ``fast`` has levels of 3 and 4 
 levels of 2 bits. At each level the largest code says "further down", and beyond the last level the
 exponent stands as a byte. Level 1 is the code plane. With n elements whose exponent field is not 0
 and S the sum of those fields, ``top = floor(S / n + 2.6875)`` in fast and ``floor(S / n + 1.875)`` in
-dense (0 if n is 0); theory.py derives the constants. ``ZERO`` is set when 1024 - n reaches 5 in fast, 36 in dense.
+dense (0 if n is 0); theory.py derives the constants. ``ZERO`` is set when 1024 - n reaches 5 in fast,
+36 in dense.
 
 **Dynamic.** One chunk per tile. First, for fp32, w of the low bits: w planes' worth of ``low >> (16 - w)``,
 then, with the ``LOW_ESCAPES`` flag, a 32-bit count and that many words ``position << 16 | low`` in
@@ -80,7 +81,6 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
 
 from .errors import CorruptPayload, FormatMismatch
 
@@ -229,7 +229,8 @@ def layout(numel: int, dtype: DType, mode: Mode) -> Layout:
     tail = residual + num_tiles * TILE // 8 * dtype.residual_bits
     static_bytes = tail + align((numel - num_tiles * TILE) * dtype.itemsize)
     chunk = TILE // 8 * (dtype.exponent_bits - spec.code_bits + dtype.low_bits)
-    if num_tiles * chunk > 4 * 0xFFFFFFFF:
+    # Not a SymInt's business: comparing one would specialise the compiled program.
+    if isinstance(numel, int) and num_tiles * chunk > 4 * 0xFFFFFFFF:
         raise ValueError(f"numel: at most {4 * 0xFFFFFFFF // chunk * TILE} elements, got {numel}")
     return Layout(
         dtype, mode, numel, num_tiles, HEADER_BYTES, bases, codes, residual, tail,
@@ -257,6 +258,15 @@ class Header:
     checksum: int
     shape: tuple[int, ...]
 
+    @property
+    def layout(self) -> Layout:
+        return layout(self.numel, self.dtype, self.mode)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the whole payload."""
+        return self.layout.static_bytes + self.dynamic_bytes
+
     def pack(self) -> bytes:
         dims = (*self.shape, *[0] * (MAX_DIMS - len(self.shape)))
         return _HEADER.pack(
@@ -265,8 +275,8 @@ class Header:
         )  # fmt: skip
 
     @classmethod
-    def unpack(cls, payload: bytes, num_bytes: int) -> Header:
-        """Reads and checks the header of a payload of ``num_bytes`` bytes; ``payload`` is its start.
+    def unpack(cls, payload: bytes, available_bytes: int) -> Header:
+        """Reads and checks a header; ``payload`` starts with it, the whole fits in ``available_bytes``.
 
         Raises FormatMismatch for another version, CorruptPayload for what no encoder writes.
         """
@@ -281,20 +291,25 @@ class Header:
             raise FormatMismatch(f"payload format version: expected {VERSION}, got {version}")
         dtype = DTYPES_BY_CODE.get(dtype_code)
         if dtype is None:
-            raise CorruptPayload(f"payload dtype code: expected one of {sorted(DTYPES_BY_CODE)}, got {dtype_code}")
+            raise CorruptPayload(
+                f"payload dtype code: expected one of {sorted(DTYPES_BY_CODE)}, got {dtype_code}"
+            )
         if mode > Mode.DENSE or (mode != Mode.RAW and not dtype.exponent_bits):
             raise CorruptPayload(f"payload mode: got {mode} for {dtype.name}")
         shape = tuple(dims[:num_dims])
         if num_dims > MAX_DIMS or _product(shape) != numel:
-            raise CorruptPayload(f"payload shape: expected {numel} elements, got {num_dims} dimensions {shape}")
-        # Checked before anything of that size is allocated: a coded element takes at least one byte
-        # of eight, so a damaged numel cannot ask for more than eight times the payload.
-        if numel > 8 * num_bytes:
-            raise CorruptPayload(f"payload numel: got {numel} in {num_bytes} bytes")
-        expected = layout(numel, dtype, Mode(mode)).static_bytes + dynamic_bytes
-        if expected != num_bytes:
-            raise CorruptPayload(f"payload size: expected {expected} bytes, got {num_bytes}")
-        return cls(dtype, Mode(mode), numel, dynamic_bytes, checksum, shape)
+            raise CorruptPayload(
+                f"payload shape: expected {numel} elements, got {num_dims} dimensions {shape}"
+            )
+        # An element takes at least a byte, or half of one where fp8 is coded, so a damaged numel or size is
+        # noticed here, before anything of that size is allocated.
+        header = cls(dtype, Mode(mode), numel, dynamic_bytes, checksum, shape)
+        if numel > 2 * available_bytes or header.payload_bytes > available_bytes:
+            raise CorruptPayload(
+                f"payload size: {numel} elements of {dtype.name} and {dynamic_bytes} dynamic bytes "
+                f"expected, got {available_bytes} bytes in all"
+            )
+        return header
 
 
 def _product(shape: tuple[int, ...]) -> int:
@@ -307,9 +322,3 @@ def _product(shape: tuple[int, ...]) -> int:
 _HEADER = struct.Struct("<4sHBBQQII8Q32x")
 HEADER_BYTES = _HEADER.size
 assert HEADER_BYTES == SECTION
-
-
-@lru_cache(maxsize=1024)
-def cached_layout(numel: int, dtype_name: str, mode: Mode) -> Layout:
-    """``layout`` for the hot path: a training step asks for the same few sizes over and over."""
-    return layout(numel, DTYPES[dtype_name], mode)

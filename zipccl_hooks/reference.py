@@ -234,11 +234,13 @@ class _Reader:
 def decode(payload: bytes) -> np.ndarray:
     """The flat array of bit patterns in a payload; raises CorruptPayload or FormatMismatch."""
     header = Header.unpack(payload, len(payload))
+    if header.payload_bytes != len(payload):
+        raise CorruptPayload(f"payload size: expected {header.payload_bytes} bytes, got {len(payload)}")
     dtype, numel = header.dtype, header.numel
     if header.mode == Mode.RAW:
         data = payload[HEADER_BYTES:]
     else:
-        lay = layout(numel, dtype, header.mode)
+        lay = header.layout
         tail = payload[lay.tail :][: (numel - lay.num_tiles * TILE) * dtype.itemsize]
         tiles = [_decode_tile(payload, lay, t) for t in range(lay.num_tiles)]
         data = b"".join(t.astype(f"<u{dtype.itemsize}").tobytes() for t in tiles) + tail
