@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from . import collectives
 from .codec import decode, encode
+from .config import Policy
+from .counters import reset_stats, stats
+from .ddp import ZipState, zipccl_hook
 
 __version__ = "0.1.0"
 
-__all__ = ["decode", "encode"]
+__all__ = ["Policy", "ZipState", "collectives", "decode", "encode", "reset_stats", "stats", "zipccl_hook"]

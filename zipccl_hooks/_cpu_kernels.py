@@ -564,9 +564,10 @@ def decode_tiles(
 
 @jit
 def checksum_words(words, first):
-    """sum(words[i] * (2 (first + i) + 1)) mod 2**32."""
-    total = u32(0)
-    weight = u32(2 * first + 1)
+    """The checksum's sum over ``words``, which start at the tensor's word ``first``."""
+    total, key = u32(0), u32(u32(first) * u32(0x9E3779B1))
     for i in range(len(words)):
-        total = u32(total + u32(words[i] * u32(weight + u32(u32(2) * u32(i)))))
+        v = u32(words[i] + u32(key + u32(u32(i) * u32(0x9E3779B1))))
+        v = u32(u32(v ^ (v >> u32(16))) * u32(0x7FEB352D))
+        total = u32(total + u32(v ^ (v >> u32(15))))
     return total

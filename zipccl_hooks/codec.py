@@ -31,17 +31,17 @@ def read_header(payload: Tensor) -> Header:
     return Header.unpack(payload[:HEADER_BYTES].cpu().numpy().tobytes(), payload.numel())
 
 
-def encode_into(x: Tensor, mode: Mode, payload: Tensor) -> int:
-    """Encodes ``x`` into a buffer of payload_capacity bytes; returns the bytes used.
+def encode_into(x: Tensor, mode: Mode, payload: Tensor) -> Header:
+    """Encodes ``x`` into a buffer of payload_capacity bytes; returns the header of what was written.
 
     Falls back to mode raw where coding does not shrink ``x``: at most its size plus the header is used.
     """
     ops.encode_out(x, mode, payload=payload)
-    used = read_header(payload).payload_bytes
-    if mode != Mode.RAW and used >= max_encoded_bytes(x.numel(), ops.format_dtype(x.dtype)):
+    header = read_header(payload)
+    if mode != Mode.RAW and header.payload_bytes >= max_encoded_bytes(header.numel, header.dtype):
         ops.encode_out(x, Mode.RAW, payload=payload)
-        used = read_header(payload).payload_bytes
-    return used
+        header = read_header(payload)
+    return header
 
 
 def encode(x: Tensor, *, mode: str = "auto") -> Tensor:
@@ -68,9 +68,9 @@ def encode(x: Tensor, *, mode: str = "auto") -> Tensor:
     buffer = torch.empty(
         ops.payload_capacity(x.numel(), x.dtype, wire_mode), dtype=torch.uint8, device=x.device
     )
-    payload = buffer[: encode_into(x, wire_mode, buffer)].clone()
-    shaped = replace(read_header(payload), shape=tuple(x.shape))
-    payload[:HEADER_BYTES] = torch.frombuffer(bytearray(shaped.pack()), dtype=torch.uint8).to(payload.device)
+    header = replace(encode_into(x, wire_mode, buffer), shape=tuple(x.shape))
+    payload = buffer[: header.payload_bytes].clone()
+    payload[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(payload.device)
     return payload
 
 

@@ -68,8 +68,10 @@ def checksum(data: Array) -> int:
     ranges = _ranges(0, -(-len(words) // TILE), 4)
     parts = [(words[TILE * a : TILE * b], TILE * a) for a, b in ranges]
     total = sum(int(part) for part in _each(kernels.checksum_words, parts))
-    rest = int.from_bytes(data[4 * len(words) :].tobytes(), "little")
-    return (total + rest * (2 * len(words) + 1)) & 0xFFFFFFFF
+    if rest := data[4 * len(words) :].tobytes():
+        last = np.array([int.from_bytes(rest, "little")], np.uint32)
+        total += int(kernels.checksum_words(last, len(words)))
+    return total & 0xFFFFFFFF
 
 
 def encode(bits: Array, lay: Layout, payload: Array) -> int:

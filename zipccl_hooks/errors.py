@@ -12,7 +12,7 @@ class ZipcclError(RuntimeError):
 
     def __init__(self, message: str, *, rank: int | None = None, peer: int | None = None) -> None:
         where = "" if rank is None else f"rank {rank}: "
-        whose = "" if peer is None else f" (data from rank {peer})"
+        whose = "" if peer is None else f" (peer: rank {peer})"
         super().__init__(f"{where}{message}{whose}")
         self.message = message
         self.rank = rank

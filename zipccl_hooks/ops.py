@@ -8,13 +8,14 @@ where ``torch.library.custom_op`` takes about 25. None communicates: Inductor ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .errors import CorruptPayload
+from .errors import CorruptPayload, ZipcclError
 from .format import DTYPES, GROUP, HEADER_BYTES, TILE, DType, Header, Layout, Mode, layout
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def decode_sum_out(sources: Sequence[Tensor], *, scale: float = 1.0, out: Tensor
 
     A source is a payload (uint8) of out's dtype and numel, or a plain tensor of out's dtype: a rank's
     own part is never encoded. ``scale`` multiplies every term before it is added, as NCCL's AVG and
-    PREMUL_SUM do. ``out`` is contiguous float32, bfloat16 or float16, and may be one of the sources.
+    PREMUL_SUM do. ``out`` is contiguous float32, bfloat16 or float16, and may be one of the sources. The
+    ``peer`` of a ZipcclError is the index of the source at fault.
     """
     torch.ops.zipccl.decode_sum.out(list(sources), scale, out=out)
 
@@ -161,6 +163,15 @@ def _check_contiguous(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
 
 
+@contextmanager
+def _named(source: int) -> Iterator[None]:
+    """Tells which of decode_sum's sources was corrupt: the collectives' sources are their peers."""
+    try:
+        yield
+    except ZipcclError as error:
+        raise type(error)(error.message, peer=source) from None
+
+
 def _encode_out_cpu(x: Tensor, wire_mode: int, *, payload: Tensor) -> None:
     from . import cpu
 
@@ -211,9 +222,10 @@ def _decode_sum_out_cpu(sources: list[Tensor], scale: float = 1.0, *, out: Tenso
     _check_contiguous("out", out)
     flat = out.view(-1)
     parsed: list[tuple[np.ndarray[Any, Any], Layout] | Tensor] = []
-    for source in sources:
+    for k, source in enumerate(sources):
         if source.dtype == torch.uint8:
-            parsed.append(_checked_layout(source, out))
+            with _named(k):
+                parsed.append(_checked_layout(source, out))
         elif source.dtype == out.dtype and source.numel() == out.numel():
             parsed.append(source.reshape(-1))
         else:
@@ -234,7 +246,8 @@ def _decode_sum_out_cpu(sources: list[Tensor], scale: float = 1.0, *, out: Tenso
                 term = source[start:stop]
             else:
                 term = decoded[: stop - start]
-                cpu.decode(*source, _bits(term, source[1].dtype), start)
+                with _named(k):
+                    cpu.decode(*source, _bits(term, source[1].dtype), start)
             # Rounded before the addition, so never one fused multiply-add: NCCL's arithmetic.
             term = term.to(torch.float32) if scale == 1.0 else term.to(torch.float32) * scale
             acc.copy_(term) if k == 0 else acc.add_(term)

@@ -35,9 +35,10 @@ NIBBLES = (4 * np.arange(8)).astype(np.uint32)
 
 
 def checksum(data: bytes) -> int:
-    words = np.frombuffer(data + bytes(-len(data) % 4), "<u4").astype(np.uint64)
-    weights = 2 * np.arange(len(words), dtype=np.uint64) + 1
-    return int((words * (weights & 0xFFFFFFFF) & 0xFFFFFFFF).sum() & 0xFFFFFFFF)
+    words = np.frombuffer(data + bytes(-len(data) % 4), "<u4")
+    mixed = words + np.arange(len(words)).astype(np.uint32) * np.uint32(0x9E3779B1)
+    mixed = (mixed ^ mixed >> 16) * np.uint32(0x7FEB352D)
+    return int((mixed ^ mixed >> 15).sum(dtype=np.uint32))
 
 
 def pack_plane(values: np.ndarray, width: int) -> bytes:

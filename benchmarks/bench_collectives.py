@@ -1,0 +1,175 @@
+"""Collectives of gloo, plain against compressed: a table in the style of nccl-tests.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_collectives.py
+    python examples/slow_link.py --rate 1gbit -- benchmarks/bench_collectives.py
+
+Bits are compared before a time is printed. Bandwidths are of the uncompressed bytes, so rows compare.
+Plain and compressed calls alternate in one run; times are medians over all repetitions of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zipccl_hooks
+from zipccl_hooks import Policy, collectives
+
+
+@dataclass
+class Case:
+    """One row: ``plain`` and ``zipped`` fill ``plain_out`` and ``zipped_out`` from the same inputs."""
+
+    plain: Callable[[], object]
+    zipped: Callable[[], object]
+    plain_out: Tensor
+    zipped_out: Tensor
+    bus_factor: float  # bus bandwidth over size / time, as nccl-tests defines it
+
+
+def gaussian(numel: int, dtype: torch.dtype) -> Tensor:
+    return (torch.randn(numel) * 0.02).to(dtype)
+
+
+def autocast_gradients(numel: int, dtype: torch.dtype) -> Tensor:
+    """fp32 that holds bf16 values, as autocast leaves gradients."""
+    return gaussian(numel, torch.bfloat16).to(dtype)
+
+
+def all_gather(x: Tensor, policy: Policy) -> Case:
+    size = dist.get_world_size()
+    mine = x[: len(x) // size].clone()
+    outs = torch.empty_like(x), torch.empty_like(x)
+    plain = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    return Case(
+        lambda: plain(outs[0], mine),
+        lambda: collectives.all_gather_into_tensor(outs[1], mine, policy=policy),
+        *outs, (size - 1) / size,
+    )  # fmt: skip
+
+
+def reduce_scatter(x: Tensor, policy: Policy) -> Case:
+    size = dist.get_world_size()
+    outs = x.new_empty(len(x) // size), x.new_empty(len(x) // size)
+    plain = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    return Case(
+        lambda: plain(outs[0], x),
+        lambda: collectives.reduce_scatter_tensor(outs[1], x, policy=policy),
+        *outs, (size - 1) / size,
+    )  # fmt: skip
+
+
+def all_reduce(x: Tensor, policy: Policy) -> Case:
+    outs = x.clone(), x.clone()
+
+    def restored(out: Tensor, call: Callable[[], object]) -> None:
+        out.copy_(x)
+        call()
+
+    return Case(
+        lambda: restored(outs[0], lambda: dist.all_reduce(outs[0])),
+        lambda: restored(outs[1], lambda: collectives.all_reduce(outs[1], policy=policy)),
+        *outs, 2 * (dist.get_world_size() - 1) / dist.get_world_size(),
+    )  # fmt: skip
+
+
+def all_to_all(x: Tensor, policy: Policy) -> Case:
+    outs = torch.empty_like(x), torch.empty_like(x)
+    return Case(
+        lambda: dist.all_to_all_single(outs[0], x),
+        lambda: collectives.all_to_all_single(outs[1], x, policy=policy),
+        *outs, (dist.get_world_size() - 1) / dist.get_world_size(),
+    )  # fmt: skip
+
+
+def broadcast(x: Tensor, policy: Policy) -> Case:
+    outs = x.clone(), x.clone()
+    return Case(
+        lambda: dist.broadcast(outs[0], 0),
+        lambda: collectives.broadcast(outs[1], 0, policy=policy),
+        *outs, 1.0,
+    )  # fmt: skip
+
+
+Row = tuple[Callable[[Tensor, Policy], Case], torch.dtype, Callable[[int, torch.dtype], Tensor], str]
+ROWS: Sequence[Row] = (
+    (all_gather, torch.bfloat16, gaussian, "bf16"),
+    (all_to_all, torch.bfloat16, gaussian, "bf16"),
+    (broadcast, torch.bfloat16, gaussian, "bf16"),
+    (reduce_scatter, torch.bfloat16, gaussian, "bf16"),
+    (reduce_scatter, torch.float32, autocast_gradients, "fp32 of bf16"),
+    (all_reduce, torch.bfloat16, gaussian, "bf16"),
+    (all_reduce, torch.float32, autocast_gradients, "fp32 of bf16"),
+    (all_reduce, torch.float32, gaussian, "fp32"),
+)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Time of one call, of the slowest rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    return elapsed.item()
+
+
+def wrong_elements(case: Case) -> int:
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[case.plain_out.element_size()]
+    wrong = (case.plain_out.view(bits) != case.zipped_out.view(bits)).sum()
+    dist.all_reduce(wrong)
+    return int(wrong)
+
+
+def measure(case: Case, repetitions: int) -> tuple[float, float, int]:
+    """(plain seconds, compressed seconds, wrong elements)."""
+    case.plain()
+    case.zipped()
+    wrong = wrong_elements(case)
+    pairs = [(seconds(case.plain), seconds(case.zipped)) for _ in range(repetitions)]
+    plain, zipped = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return plain, zipped, wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", default="1,8,64", help="MiB of the whole tensor (default: %(default)s)")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--mode", default="auto")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.manual_seed(dist.get_rank())
+    lead = dist.get_rank() == 0
+    if lead:
+        print(f"# gloo, {dist.get_world_size()} ranks, torch {torch.__version__}, mode {args.mode}")
+        print(f"# {'call':<15}{'dtype':<14}{'MiB':>6}{'plain ms':>10}{'busbw':>8}{'zipped ms':>11}"
+              f"{'busbw':>8}{'ratio':>7}{'speedup':>9}{'#wrong':>8}")  # fmt: skip
+    for mib in (float(size) for size in args.sizes.split(",")):
+        for make, dtype, data, label in ROWS:
+            if args.only not in f"{make.__name__} {label}":
+                continue
+            x = data(int(mib * 2**20) // dtype.itemsize, dtype)
+            case = make(x, Policy(mode=args.mode, min_bytes=0))
+            zipccl_hooks.reset_stats()
+            plain, zipped, wrong = measure(case, args.repetitions)
+            (counted,) = zipccl_hooks.stats().calls.values()
+            if lead:
+                bus = case.bus_factor * x.nbytes / 1e9
+                print(f"  {make.__name__:<15}{label:<14}{mib:>6g}{plain * 1e3:>10.2f}{bus / plain:>8.3f}"
+                      f"{zipped * 1e3:>11.2f}{bus / zipped:>8.3f}{counted.ratio:>7.3f}{plain / zipped:>9.3f}"
+                      f"{wrong:>8}", flush=True)  # fmt: skip
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,486 @@
+"""torch.distributed's collectives, compressed: the same names, arguments and results, plus ``policy``.
+
+Data movement (all_gather, all_to_all, broadcast) delivers the very bits. Reductions exchange compressed
+parts and add them up in rank order in fp32, rounding once to the tensor's dtype: the result does not
+depend on message size, piece or arrival, every rank holds the same bits, and for two ranks they are
+those of the plain collective. AVG and PREMUL_SUM scale each term before it is added, as NCCL does.
+
+What is not compressed goes to torch.distributed: dtypes that do not shrink, small tensors, reduce
+operations other than those three, tensors not on a CPU, groups without a gloo backend. That choice
+rests only on what all ranks know alike. ``stats()`` counts the reasons.
+
+``min_bytes`` of the policy is compared with the tensor that the call is about: what one rank
+contributes to a gather, receives from a scatter, reduces or broadcasts. all_to_all, whose ranks may
+pass splits of any size, is compressed at every size, since no rank knows the others' sizes beforehand.
+
+Arguments are checked before anything is sent: TypeError and ValueError name the argument. What ranks
+contradict each other in raises errors.PeerMismatch on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import exchange
+from .codec import resolve_mode
+from .communicator import Work, communicator
+from .config import Policy
+from .counters import recorder
+from .exchange import Call
+from .format import DTYPES, TILE, align
+from .ops import SUM_DTYPES
+
+_MOVABLE_DTYPES = frozenset(getattr(torch, d.name) for d in DTYPES.values() if d.exponent_bits)
+Group = dist.ProcessGroup
+
+
+# Which calls are compressed
+
+
+def _resolve_group(group: Group | None) -> Group | None:
+    """The process group of a call; None where this rank is not in it, which torch.distributed reports."""
+    if group is None:
+        return dist.distributed_c10d._get_default_group()
+    return group if isinstance(group, Group) else None
+
+
+def scale_of(op: Any, size: int) -> float | None:
+    """What each rank's term is multiplied by before the sum; None for an op that is no sum."""
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / size
+    if isinstance(op, dist.ReduceOp) and op.__getstate__()[0] == dist.ReduceOp.PREMUL_SUM:
+        factor = op.__getstate__()[1]
+        return float(factor) if isinstance(factor, (int, float)) else None
+    return None
+
+
+def decline_reason(
+    tensor: Tensor, num_bytes: int | None, group: Group, policy: Policy, op: Any = None
+) -> str | None:
+    """Why a call goes native, or None if it is compressed.
+
+    ``num_bytes`` is compared with ``policy.min_bytes``, None where ranks do not know it alike; ``op`` is
+    the reduce operation of a reduction.
+    """
+    if not policy.enabled:
+        return "disabled by policy"
+    if group.size() == 1:
+        return "one rank"
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return f"tensor subclass {type(tensor).__name__}"
+    if tensor.device.type != "cpu":
+        return f"device {tensor.device.type}"
+    if dist.get_backend(group) != "gloo":
+        return f"backend {dist.get_backend(group)}"
+    if group in dist.distributed_c10d._world.pg_coalesce_state:
+        return "coalescing"
+    if tensor.dtype not in _MOVABLE_DTYPES:
+        return f"dtype {tensor.dtype}"
+    if op is not None:
+        if policy.reduce == "native":
+            return "reduce=native"
+        if tensor.dtype not in SUM_DTYPES:
+            return f"sum of {tensor.dtype}"
+        if scale_of(op, group.size()) is None:
+            return "reduce op"
+    if policy.mode == "raw":
+        return "mode raw"
+    if num_bytes is not None and num_bytes < policy.min_bytes:
+        return "below min_bytes"
+    return None
+
+
+def _run(
+    name: str,
+    native: Callable[[], Any],
+    body: Callable[[Call, list[Tensor]], None],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    num_bytes: int | None,
+    group: Group | None,
+    async_op: bool,
+    policy: Policy | None,
+    op: Any = None,
+) -> Work | dist.Work | None:
+    """Sends one call down its path; ``body(call, flat)`` fills ``flat``, the outputs, flat and contiguous."""
+    resolved = _resolve_group(group)
+    if resolved is None:
+        return native()
+    reference = (*inputs, *outputs)[0]
+    policy = policy or Policy()
+    reason = decline_reason(reference, num_bytes, resolved, policy, op)
+    if reason is not None:
+        recorder(resolved).native(name, reason, sum(t.nbytes for t in inputs))
+        return native()
+    call = Call(communicator(resolved), name, reference.dtype, resolve_mode(policy.mode, reference.dtype))
+    in_place = [t.is_contiguous() for t in outputs]
+    flat = [(t if whole else torch.empty_like(t, memory_format=torch.contiguous_format)).detach().view(-1)
+            for t, whole in zip(outputs, in_place, strict=True)]  # fmt: skip
+
+    def carry_out() -> None:
+        body(call, flat)
+        call.finish()
+        for target, filled, whole in zip(outputs, flat, in_place, strict=True):
+            if not whole:
+                target.copy_(filled.view(target.shape))
+
+    work = call.comm.submit(carry_out, list(outputs))
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1)
+
+
+def _equal_parts(flat: Tensor, size: int) -> list[Tensor]:
+    return list(flat.view(size, -1)) if flat.numel() else [flat] * size
+
+
+def _check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def _check_list(name: str, value: Any, like: Tensor, group: Group | None) -> None:
+    """A list of one tensor per rank, of the dtype and device of ``like``."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}: expected a list of tensors, got {type(value).__name__}")
+    resolved = _resolve_group(group)
+    if resolved is not None and len(value) != resolved.size():
+        raise ValueError(f"{name}: expected {resolved.size()} tensors, one per rank, got {len(value)}")
+    for k, tensor in enumerate(value):
+        _check_tensor(f"{name}[{k}]", tensor)
+        _check_like(f"{name}[{k}]", tensor, like)
+
+
+def _check_like(name: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        raise ValueError(
+            f"{name}: expected {like.dtype} on {like.device}, got {tensor.dtype} on {tensor.device}"
+        )
+
+
+def _size(group: Group | None) -> int:
+    resolved = _resolve_group(group)
+    return 1 if resolved is None else resolved.size()
+
+
+# Gathers
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: Group | None = None,
+    async_op: bool = False,
+    *,
+    policy: Policy | None = None,
+) -> Work | dist.Work | None:
+    """torch.distributed.all_gather_into_tensor: every rank's input, in rank order, in everyone's output."""
+    _check_tensor("output_tensor", output_tensor)
+    _check_tensor("input_tensor", input_tensor)
+    _check_like("output_tensor", output_tensor, input_tensor)
+    size = _size(group)
+    if output_tensor.numel() != size * input_tensor.numel() and _resolve_group(group) is not None:
+        raise ValueError(
+            f"output_tensor: expected {size} times the input's {input_tensor.numel()} elements, "
+            f"got {output_tensor.numel()}"
+        )
+
+    def native() -> Any:
+        return _native("all_gather_single", "all_gather_into_tensor")(
+            output_tensor, input_tensor, group, async_op
+        )
+
+    def body(call: Call, flat: list[Tensor]) -> None:
+        n = input_tensor.numel()
+        exchange.agree(call, 0.0, [n] * size, [n] * size)
+        exchange.all_gather(call, _flat(input_tensor), _equal_parts(flat[0], size))
+
+    return _run(
+        "all_gather_into_tensor", native, body, [input_tensor], [output_tensor], input_tensor.nbytes,
+        group, async_op, policy,
+    )  # fmt: skip
+
+
+def all_gather(
+    tensor_list: list[Tensor],
+    tensor: Tensor,
+    group: Group | None = None,
+    async_op: bool = False,
+    *,
+    policy: Policy | None = None,
+) -> Work | dist.Work | None:
+    """torch.distributed.all_gather: ``tensor_list[i]`` receives rank i's ``tensor``; sizes may differ."""
+    _check_tensor("tensor", tensor)
+    _check_list("tensor_list", tensor_list, tensor, group)
+    # Every rank's list shows all sizes. The plain gloo collective has no uneven form.
+    even = len({t.numel() for t in tensor_list}) == 1
+    num_bytes = max((t.nbytes for t in tensor_list), default=0) if even else None
+
+    def body(call: Call, flat: list[Tensor]) -> None:
+        n = tensor.numel()
+        exchange.agree(call, 0.0, [n] * call.comm.size, [t.numel() for t in flat])
+        exchange.all_gather(call, _flat(tensor), flat)
+
+    return _run(
+        "all_gather",
+        lambda: dist.all_gather(list(tensor_list), tensor, group, async_op),
+        body, [tensor], tensor_list, num_bytes, group, async_op, policy,
+    )  # fmt: skip
+
+
+# Reductions
+
+
+def reduce_scatter_tensor(
+    output: Tensor,
+    input: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Group | None = None,
+    async_op: bool = False,
+    *,
+    policy: Policy | None = None,
+) -> Work | dist.Work | None:
+    """torch.distributed.reduce_scatter_tensor: ``output`` is the sum of everyone's part of this rank."""
+    _check_tensor("output", output)
+    _check_tensor("input", input)
+    _check_like("output", output, input)
+    size = _size(group)
+    if input.numel() != size * output.numel() and _resolve_group(group) is not None:
+        raise ValueError(
+            f"input: expected {size} times the output's {output.numel()} elements, got {input.numel()}"
+        )
+
+    def native() -> Any:
+        return _native("reduce_scatter_single", "reduce_scatter_tensor")(output, input, op, group, async_op)
+
+    def body(call: Call, flat: list[Tensor]) -> None:
+        n = output.numel()
+        scale = scale_of(op, size) or 1.0
+        exchange.agree(call, scale, [n] * size, [n] * size)
+        exchange.reduce_scatter(call, _equal_parts(_flat(input), size), flat[0], scale)
+
+    return _run(
+        "reduce_scatter_tensor", native, body, [input], [output], output.nbytes, group, async_op, policy, op
+    )  # fmt: skip
+
+
+def reduce_scatter(
+    output: Tensor,
+    input_list: list[Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Group | None = None,
+    async_op: bool = False,
+    *,
+    policy: Policy | None = None,
+) -> Work | dist.Work | None:
+    """torch.distributed.reduce_scatter: ``output`` is the sum of everyone's ``input_list[own rank]``."""
+    _check_tensor("output", output)
+    _check_list("input_list", input_list, output, group)
+
+    def body(call: Call, flat: list[Tensor]) -> None:
+        parts = [_flat(t) for t in input_list]
+        scale = scale_of(op, call.comm.size) or 1.0
+        exchange.agree(call, scale, [p.numel() for p in parts], [output.numel()] * call.comm.size)
+        exchange.reduce_scatter(call, parts, flat[0], scale)
+
+    return _run(
+        "reduce_scatter",
+        lambda: dist.reduce_scatter(output, list(input_list), op, group, async_op),
+        body, input_list, [output], max((t.nbytes for t in input_list), default=0),
+        group, async_op, policy, op,
+    )  # fmt: skip
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Group | None = None,
+    async_op: bool = False,
+    *,
+    policy: Policy | None = None,
+) -> Work | dist.Work | None:
+    """torch.distributed.all_reduce, in place: a compressed reduce-scatter, then a compressed all-gather."""
+    _check_tensor("tensor", tensor)
+
+    def body(call: Call, flat: list[Tensor]) -> None:
+        comm, x = call.comm, flat[0]
+        if not tensor.is_contiguous():
+            x.copy_(_flat(tensor))
+        scale = scale_of(op, comm.size) or 1.0
+        exchange.agree(call, scale, [len(x)] * comm.size, [len(x)] * comm.size)
+        shard = align(-(-len(x) // comm.size), TILE)  # whole tiles, so that only the last has a tail
+        shards = [x[rank * shard : (rank + 1) * shard] for rank in range(comm.size)]
+        exchange.reduce_scatter(call, shards, shards[comm.rank], scale)
+        exchange.all_gather(call, shards[comm.rank], shards)
+
+    return _run(
+        "all_reduce",
+        lambda: dist.all_reduce(tensor, op, group, async_op),
+        body, [tensor], [tensor], tensor.nbytes, group, async_op, policy, op,
+    )  # fmt: skip
+
+
+def average_(
+    tensor: Tensor, group: Group | None = None, policy: Policy | None = None
+) -> torch.futures.Future[Tensor]:
+    """A future of ``tensor``, averaged in place as DDP does: each term times 1 / size, then the sum.
+
+    Not ``all_reduce`` with AVG where the call goes native: gloo divides the sum.
+    """
+    resolved = _resolve_group(group)
+    if resolved is None:
+        raise ValueError("group: expected a group that this rank is in")
+    policy, average = policy or Policy(), dist.ReduceOp.AVG
+    work: Any
+    if decline_reason(tensor, tensor.nbytes, resolved, policy, average) is None:
+        work = all_reduce(tensor, average, resolved, True, policy=policy)
+    else:
+        tensor.mul_(1.0 / resolved.size())
+        work = all_reduce(tensor, dist.ReduceOp.SUM, resolved, True, policy=policy)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+# Exchanges
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    *,
+    policy: Policy | None = None,
+) -> Work | dist.Work | None:
+    """torch.distributed.all_to_all_single; split sizes count rows (elements of dimension 0), per rank."""
+    _check_tensor("output", output)
+    _check_tensor("input", input)
+    _check_like("output", output, input)
+    size = _size(group)
+    if _resolve_group(group) is not None:
+        sends = _split_numels("input", input, input_split_sizes, size)
+        expects = _split_numels("output", output, output_split_sizes, size)
+
+    def native() -> Any:
+        return dist.all_to_all_single(
+            output,
+            input,
+            list(output_split_sizes) if output_split_sizes is not None else None,
+            list(input_split_sizes) if input_split_sizes is not None else None,
+            group,
+            async_op,
+        )
+
+    def body(call: Call, flat: list[Tensor]) -> None:
+        _all_to_all(call, _flat(input).split(sends), flat[0].split(expects))
+
+    return _run("all_to_all_single", native, body, [input], [output], None, group, async_op, policy)
+
+
+def all_to_all(
+    output_tensor_list: list[Tensor],
+    input_tensor_list: list[Tensor],
+    group: Group | None = None,
+    async_op: bool = False,
+    *,
+    policy: Policy | None = None,
+) -> Work | dist.Work | None:
+    """torch.distributed.all_to_all: ``input_tensor_list[i]`` goes to rank i, and so on back."""
+    if not input_tensor_list:
+        raise ValueError("input_tensor_list: expected one tensor per rank, got none")
+    _check_tensor("input_tensor_list[0]", input_tensor_list[0])
+    _check_list("input_tensor_list", input_tensor_list, input_tensor_list[0], group)
+    _check_list("output_tensor_list", output_tensor_list, input_tensor_list[0], group)
+
+    def body(call: Call, flat: list[Tensor]) -> None:
+        _all_to_all(call, [_flat(t) for t in input_tensor_list], flat)
+
+    return _run(
+        "all_to_all",
+        lambda: dist.all_to_all(list(output_tensor_list), list(input_tensor_list), group, async_op),
+        body, input_tensor_list, output_tensor_list, None, group, async_op, policy,
+    )  # fmt: skip
+
+
+def _split_numels(name: str, tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
+    """Elements for each rank."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    row = tensor.numel() // rows if rows else math.prod(tensor.shape[1:])
+    if splits is None or len(splits) == 0:
+        if rows % size:
+            raise ValueError(f"{name}: expected a first dimension divisible by {size} ranks, got {rows}")
+        return [rows // size * row] * size
+    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
+        raise ValueError(
+            f"{name}_split_sizes: expected {size} sizes that add up to {rows} rows, got {list(splits)}"
+        )
+    return [split * row for split in splits]
+
+
+def _all_to_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    rows = exchange.agree(call, 0.0, [len(p) for p in parts], [len(o) for o in outs])
+
+    def consume(start: int, sources: list[Tensor]) -> None:
+        for peer, (source, out) in enumerate(zip(sources, outs, strict=True)):
+            piece = out[start : start + call.piece]
+            if peer == call.comm.rank:
+                piece.copy_(source)
+            elif source.numel():
+                call.decode(source, piece, peer)
+
+    exchange.all_to_all(call, parts, max(max(row) for row in rows), consume)
+
+
+def broadcast(
+    tensor: Tensor,
+    src: int | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    policy: Policy | None = None,
+) -> Work | dist.Work | None:
+    """torch.distributed.broadcast, in place; ``src`` is a global rank, ``group_src`` one of the group."""
+    _check_tensor("tensor", tensor)
+    resolved = _resolve_group(group)
+    root = 0
+    if resolved is not None:
+        if (src is None) == (group_src is None):
+            raise ValueError(f"src: expected either src or group_src, got src={src}, group_src={group_src}")
+        root = dist.get_group_rank(resolved, src) if src is not None else int(group_src or 0)
+        if not 0 <= root < resolved.size():
+            raise ValueError(f"group_src: expected a rank below {resolved.size()}, got {root}")
+
+    def body(call: Call, flat: list[Tensor]) -> None:
+        comm, x = call.comm, flat[0]
+        if not tensor.is_contiguous():
+            x.copy_(_flat(tensor))
+        sends = [len(x)] * comm.size if comm.rank == root else [0] * comm.size
+        expects = [len(x) if rank == root else 0 for rank in range(comm.size)]
+        exchange.agree(call, float(root), sends, expects)
+        exchange.broadcast(call, x, root)
+
+    return _run(
+        "broadcast",
+        lambda: dist.broadcast(tensor, src, group, async_op, group_src),
+        body, [tensor], [tensor], tensor.nbytes, group, async_op, policy,
+    )  # fmt: skip
+
+
+def _native(newer: str, older: str) -> Callable[..., Any]:
+    """torch 2.13 renamed the single-tensor collectives and warns about the older names."""
+    return getattr(dist, newer, None) or getattr(dist, older)

@@ -1,0 +1,165 @@
+"""What a process group needs to run compressed collectives: a communicator of its own, one thread, buffers.
+
+A compressed collective is several messages with work in between, and ``async_op=True`` must not wait
+for it. So each group gets, at its first compressed call, a second communicator over the same ranks and
+a thread that carries out its compressed calls in the order in which they were issued. Native calls stay
+on the group itself: the two never share a message stream, so their order does not matter.
+
+    caller     all_reduce(a) --.   all_reduce(b) --.    wait(a)      wait(b)
+    thread                      [ a: encode, send, decode ][ b: ...         ]
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .counters import recorder
+from .errors import FormatMismatch
+from .format import VERSION
+
+
+class Work(dist.Work):
+    """Handle of a compressed collective, as torch.distributed returns for ``async_op=True``.
+
+    ``wait`` raises what the collective raised, with its type. ``get_future`` gives a future of the list
+    of output tensors, for code that chains.
+    """
+
+    def __init__(self, outputs: list[Tensor]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        # A Python exception on a future reaches C++ waiters only through a callback that raises it.
+        self._checked = self._future.then(lambda future: future.value())
+
+    def _finish(self, error: BaseException | None) -> None:
+        self._error = error
+        self._done.set()
+        if error is None:
+            self._future.set_result(self._outputs)
+        else:
+            self._future.set_exception(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks until the outputs are complete; raises TimeoutError after ``timeout``, if one is given."""
+        seconds = timeout.total_seconds() if timeout else None
+        if not self._done.wait(seconds):
+            raise TimeoutError(f"compressed collective: not complete after {seconds} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._checked
+
+
+class Communicator:
+    """Runs the compressed collectives of one process group on this rank.
+
+    Creating one is a collective call of the group's ranks. It holds no reference to the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        self.rank, self.size = group.rank(), group.size()
+        backend: Any = group._get_backend(torch.device("cpu"))
+        self._inner = dist.new_group(
+            ranks,
+            timeout=backend.options._timeout,
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc="zipccl",
+        )
+        # The backend's own methods, below the dispatcher, so that nothing intercepts our messages.
+        self.backend: Any = self._inner._get_backend(torch.device("cpu"))
+        self.recorder = recorder(group)
+        self._buffers: dict[str, Tensor] = {}
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
+        self._check_versions()
+        threading.Thread(target=_run, args=(self._calls,), name="zipccl-collectives", daemon=True).start()
+
+    def _check_versions(self) -> None:
+        versions = self.gather_row([VERSION])
+        for peer, (version,) in enumerate(versions):
+            if version != VERSION:
+                raise FormatMismatch(
+                    f"wire format version: expected {VERSION}, got {version}", rank=self.rank, peer=peer
+                )
+
+    def gather_row(self, row: list[int]) -> list[list[int]]:
+        """Every rank's ``row``, rows of equal length."""
+        mine = torch.tensor(row, dtype=torch.int64)
+        rows = torch.empty(self.size * len(row), dtype=torch.int64)
+        self.backend._allgather_base(rows, mine).wait()
+        return rows.view(self.size, len(row)).tolist()
+
+    def buffer(self, name: str, num_bytes: int) -> Tensor:
+        """uint8[num_bytes], kept from call to call: touching fresh pages costs as much as encoding."""
+        held = self._buffers.get(name)
+        if held is None or held.numel() < num_bytes:
+            held = self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8)
+        return held[:num_bytes]
+
+    def submit(self, call: Callable[[], None], outputs: list[Tensor]) -> Work:
+        """Runs ``call`` on the communicator's thread, behind those submitted before."""
+        work = Work(outputs)
+        self._calls.put((call, work))
+        return work
+
+    def close(self) -> None:
+        """Ends the thread once its calls are done and gives the communicator back."""
+        self._calls.put(None)
+        if self._inner in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(self._inner)
+
+
+def _run(calls: queue.SimpleQueue[tuple[Callable[[], None], Work] | None]) -> None:
+    """The thread. It knows the queue only, so that a communicator can be collected while it waits."""
+    while (item := calls.get()) is not None:
+        call, work = item
+        error: BaseException | None = None
+        try:
+            with torch.no_grad():
+                call()
+        except BaseException as raised:
+            error = raised  # for whoever waits
+        work._finish(error)
+        del item, call, work, error  # hold no tensor while waiting for the next call
+
+
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def communicator(group: dist.ProcessGroup) -> Communicator:
+    """The communicator of a group; the first call for a group is collective."""
+    with _lock:
+        found = _communicators.get(group)
+        if found is None:
+            found = _communicators[group] = Communicator(group)
+            weakref.finalize(group, found.close)
+        return found

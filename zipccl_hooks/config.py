@@ -1,0 +1,74 @@
+"""What a user can choose, and the only place that reads the environment.
+
+The environment sets defaults and code wins: ``Policy()`` takes every field that is not given from its
+variable. All ranks of a group must use equal policies, as they must call equal collectives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .codec import MODES
+
+REDUCES = ("fp32", "native")
+
+
+def _variable(name: str, default: Any, parse: Callable[[str], Any] = str) -> Any:
+    """A dataclass field whose default is the environment variable ``name``, read when a Policy is made."""
+
+    def read() -> Any:
+        text = os.environ.get(name)
+        if text is None:
+            return default
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise ValueError(f"environment variable {name}: {error}") from None
+
+    return field(default_factory=read, metadata={"variable": name, "default": default})
+
+
+def _switch(text: str) -> bool:
+    switches = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+    if text.lower() not in switches:
+        raise ValueError(f"expected one of {', '.join(switches)}, got {text!r}")
+    return switches[text.lower()]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How collectives are carried out.
+
+    ========== ======================= ======= ==========================================================
+    field      variable                default meaning
+    ========== ======================= ======= ==========================================================
+    enabled    ``ZIPCCL_ENABLED``      True    False: every call goes to the plain collective
+    mode       ``ZIPCCL_MODE``         auto    exponent code: fast, dense, or auto (the densest on a CPU)
+    min_bytes  ``ZIPCCL_MIN_BYTES``    262144  calls whose tensor is smaller go native; see collectives.py
+    reduce     ``ZIPCCL_REDUCE``       fp32    fp32: compressed exchange, sum in rank order in fp32;
+                                               native: reductions are left to the plain collective
+    ========== ======================= ======= ==========================================================
+
+    Raises ValueError, naming the field, for a value that is none of its choices.
+    """
+
+    enabled: bool = _variable("ZIPCCL_ENABLED", True, _switch)
+    mode: str = _variable("ZIPCCL_MODE", "auto")
+    min_bytes: int = _variable("ZIPCCL_MIN_BYTES", 256 * 1024, int)
+    reduce: str = _variable("ZIPCCL_REDUCE", "fp32")
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode: expected one of {MODES}, got {self.mode!r}")
+        if self.reduce not in REDUCES:
+            raise ValueError(f"reduce: expected one of {REDUCES}, got {self.reduce!r}")
+        if not isinstance(self.min_bytes, int) or self.min_bytes < 0:
+            raise ValueError(f"min_bytes: expected an integer of at least 0, got {self.min_bytes!r}")
+
+
+def variables() -> dict[str, Any]:
+    """Every environment variable that is read, with its default."""
+    return {f.metadata["variable"]: f.metadata["default"] for f in fields(Policy)}
