@@ -56,8 +56,10 @@ def scale_of(op: Any, size: int) -> float | None:
         return 1.0
     if op == dist.ReduceOp.AVG:
         return 1.0 / size
-    if isinstance(op, dist.ReduceOp) and op.__getstate__()[0] == dist.ReduceOp.PREMUL_SUM:
-        factor = op.__getstate__()[1]
+    if op == dist.ReduceOp.PREMUL_SUM:
+        # (kind, factor) when pickled; torch before 2.13 shows the factor nowhere else.
+        state = op.__getstate__()
+        factor = state[1] if isinstance(state, tuple) else None
         return float(factor) if isinstance(factor, (int, float)) else None
     return None
 

@@ -84,23 +84,21 @@ class Communicator:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        ranks = dist.get_process_group_ranks(group)
         self.rank, self.size = group.rank(), group.size()
-        backend: Any = group._get_backend(torch.device("cpu"))
-        self._inner = dist.new_group(
-            ranks,
-            timeout=backend.options._timeout,
-            backend="gloo",
-            use_local_synchronization=True,
-            group_desc="zipccl",
-        )
-        # The backend's own methods, below the dispatcher, so that nothing intercepts our messages.
-        self.backend: Any = self._inner._get_backend(torch.device("cpu"))
+        # A backend object by itself, below the dispatcher, so that nothing intercepts our messages. Not
+        # dist.new_group: that needs every rank of the world, or else (use_local_synchronization) names the
+        # group by the number of groups each member has, and members with different numbers never meet.
+        store = dist.PrefixStore("zipccl", dist.distributed_c10d._get_process_group_store(group))
+        timeout = group._get_backend(torch.device("cpu")).options._timeout  # pyright: ignore
+        self.backend: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
         self.recorder = recorder(group)
         self._buffers: dict[str, Tensor] = {}
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
         self._check_versions()
-        threading.Thread(target=_run, args=(self._calls,), name="zipccl-collectives", daemon=True).start()
+        self._thread = threading.Thread(
+            target=_run, args=(self._calls,), name="zipccl-collectives", daemon=True
+        )
+        self._thread.start()
 
     def _check_versions(self) -> None:
         versions = self.gather_row([VERSION])
@@ -131,10 +129,13 @@ class Communicator:
         return work
 
     def close(self) -> None:
-        """Ends the thread once its calls are done and gives the communicator back."""
+        """Ends the thread once its calls are done: when the group goes, and at the latest at exit.
+
+        A thread that the interpreter stops inside gloo would abort the process.
+        """
         self._calls.put(None)
-        if self._inner in dist.distributed_c10d._world.pg_map:
-            dist.destroy_process_group(self._inner)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
 
 def _run(calls: queue.SimpleQueue[tuple[Callable[[], None], Work] | None]) -> None:

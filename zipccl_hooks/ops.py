@@ -30,10 +30,10 @@ _library = torch.library.Library("zipccl", "DEF")
 # Not "mode": torch's auto_functionalized, which compiles the mutating ops, has a parameter of that name.
 _library.define("encode(Tensor x, int wire_mode) -> Tensor")
 _library.define("encode.out(Tensor x, int wire_mode, *, Tensor(a!) payload) -> ()")
-_library.define("decode(Tensor payload, int numel, ScalarType dtype) -> Tensor")
+_library.define("decode(Tensor payload, SymInt numel, ScalarType dtype) -> Tensor")
 _library.define("decode.out(Tensor payload, *, Tensor(a!) out) -> ()")
 _library.define("checksum(Tensor x) -> Tensor")
-_library.define("decode_sum(Tensor[] sources, int numel, ScalarType dtype, float scale=1.0) -> Tensor")
+_library.define("decode_sum(Tensor[] sources, SymInt numel, ScalarType dtype, float scale=1.0) -> Tensor")
 _library.define("decode_sum.out(Tensor[] sources, float scale=1.0, *, Tensor(a!) out) -> ()")
 
 
