@@ -45,7 +45,7 @@ def assert_bits(got: Tensor, expected: Tensor) -> None:
 
 
 def rank_order_sum(terms: list[Tensor], scale: float = 1.0) -> Tensor:
-    scaled = [t.float() if scale == 1.0 else t.float() * scale for t in terms]
+    scaled = [(t if scale == 1.0 else t * scale).float() for t in terms]
     total = scaled[0]
     for term in scaled[1:]:
         total = total + term

@@ -3,7 +3,8 @@
 Data movement (all_gather, all_to_all, broadcast) delivers the very bits. Reductions exchange compressed
 parts and add them up in rank order in fp32, rounding once to the tensor's dtype: the result does not
 depend on message size, piece or arrival, every rank holds the same bits, and for two ranks they are
-those of the plain collective. AVG and PREMUL_SUM scale each term before it is added, as NCCL does.
+those of the plain collective. AVG and PREMUL_SUM multiply each term, in the tensor's dtype, before it
+is added, as NCCL and DDP do.
 
 What is not compressed goes to torch.distributed: dtypes that do not shrink, small tensors, reduce
 operations other than those three, tensors not on a CPU, groups without a gloo backend. That choice

@@ -78,12 +78,12 @@ def decode_out(payload: Tensor, *, out: Tensor) -> None:
 
 
 def decode_sum_out(sources: Sequence[Tensor], *, scale: float = 1.0, out: Tensor) -> None:
-    """``out = sum(source * scale)`` in the order of ``sources``, in fp32, rounded once to out's dtype.
+    """``out = sum(source * scale)``: products in out's dtype, summed in fp32 in order, rounded once.
 
     A source is a payload (uint8) of out's dtype and numel, or a plain tensor of out's dtype: a rank's
-    own part is never encoded. ``scale`` multiplies every term before it is added, as NCCL's AVG and
-    PREMUL_SUM do. ``out`` is contiguous float32, bfloat16 or float16, and may be one of the sources. The
-    ``peer`` of a ZipcclError is the index of the source at fault.
+    own part is never encoded. Each product is rounded before it is added, as in NCCL's AVG and
+    PREMUL_SUM and in DDP, so that two ranks get their bits. ``out`` is contiguous float32, bfloat16 or
+    float16, and may be one of the sources. The ``peer`` of a ZipcclError is the index of the source at fault.
     """
     torch.ops.zipccl.decode_sum.out(list(sources), scale, out=out)
 
@@ -248,8 +248,7 @@ def _decode_sum_out_cpu(sources: list[Tensor], scale: float = 1.0, *, out: Tenso
                 term = decoded[: stop - start]
                 with _named(k):
                     cpu.decode(*source, _bits(term, source[1].dtype), start)
-            # Rounded before the addition, so never one fused multiply-add: NCCL's arithmetic.
-            term = term.to(torch.float32) if scale == 1.0 else term.to(torch.float32) * scale
+            term = term if scale == 1.0 else term * scale
             acc.copy_(term) if k == 0 else acc.add_(term)
         flat[start:stop].copy_(acc)
 
