@@ -373,10 +373,11 @@ def all_to_all_single(
     _check_tensor("output", output)
     _check_tensor("input", input)
     _check_like("output", output, input)
-    size = _size(group)
-    if _resolve_group(group) is not None:
-        sends = _split_numels("input", input, input_split_sizes, size)
-        expects = _split_numels("output", output, output_split_sizes, size)
+    sends: list[int] = []
+    expects: list[int] = []
+    if (resolved := _resolve_group(group)) is not None:
+        sends = _split_numels("input", input, input_split_sizes, resolved.size())
+        expects = _split_numels("output", output, output_split_sizes, resolved.size())
 
     def native() -> Any:
         return dist.all_to_all_single(

@@ -49,7 +49,7 @@ class Work(dist.Work):
         if error is None:
             self._future.set_result(self._outputs)
         else:
-            self._future.set_exception(error)
+            self._future.set_exception(error)  # type: ignore[arg-type]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the outputs are complete; raises TimeoutError after ``timeout``, if one is given."""
@@ -89,7 +89,7 @@ class Communicator:
         # dist.new_group: that needs every rank of the world, or else (use_local_synchronization) names the
         # group by the number of groups each member has, and members with different numbers never meet.
         store = dist.PrefixStore("zipccl", dist.distributed_c10d._get_process_group_store(group))
-        timeout = group._get_backend(torch.device("cpu")).options._timeout  # pyright: ignore
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
         self.backend: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
         self.recorder = recorder(group)
         self._buffers: dict[str, Tensor] = {}

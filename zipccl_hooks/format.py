@@ -222,7 +222,8 @@ def layout(numel: int, dtype: DType, mode: Mode) -> Layout:
     """
     if mode == Mode.RAW:
         end = HEADER_BYTES + numel * dtype.itemsize
-        return Layout(dtype, mode, numel, 0, *[HEADER_BYTES] * 5, end, 0)
+        start = HEADER_BYTES
+        return Layout(dtype, mode, numel, 0, start, start, start, start, start, end, 0)
     if not dtype.exponent_bits:
         raise ValueError(f"mode: expected 'raw' for {dtype.name}, got {mode.name.lower()!r}")
     spec = MODE_SPECS[mode]

@@ -241,13 +241,13 @@ def _decode_sum_out_cpu(sources: list[Tensor], scale: float = 1.0, *, out: Tenso
     for start in range(0, len(flat), block):
         stop = min(start + block, len(flat))
         acc = total[: stop - start]
-        for k, source in enumerate(parsed):
-            if isinstance(source, Tensor):
-                term = source[start:stop]
+        for k, operand in enumerate(parsed):
+            if isinstance(operand, Tensor):
+                term = operand[start:stop]
             else:
-                term = decoded[: stop - start]
+                term, (data, lay) = decoded[: stop - start], operand
                 with _named(k):
-                    cpu.decode(*source, _bits(term, source[1].dtype), start)
+                    cpu.decode(data, lay, _bits(term, lay.dtype), start)
             term = term if scale == 1.0 else term * scale
             acc.copy_(term) if k == 0 else acc.add_(term)
         flat[start:stop].copy_(acc)

@@ -141,7 +141,10 @@ def encode(bits: np.ndarray, dtype: DType, mode: Mode, shape: tuple[int, ...] | 
         numel = len(data) // dtype.itemsize
         return Header(dtype, mode, numel, 0, checksum(data), shape).pack() + data
     lay, spec = layout(len(bits), dtype, mode), MODE_SPECS[mode]
-    meta, bases, codes, dynamic, group = [], [], [], b"", b""
+    meta: list[int] = []
+    bases: list[int] = []
+    codes: list[bytes] = []
+    dynamic, group = b"", b""
     residuals: list[list[bytes]] = [[] for _ in planes(dtype.residual_bits)]
     for tile in bits[: lay.num_tiles * TILE].astype(np.uint32).reshape(-1, TILE):
         if len(meta) % GROUP == 0:
@@ -150,7 +153,7 @@ def encode(bits: np.ndarray, dtype: DType, mode: Mode, shape: tuple[int, ...] | 
         low_flags, chunk = 0, b""
         if dtype.low_bits:
             low_flags, chunk = encode_low(tile & 0xFFFF)
-            tile = tile >> LOW_BITS
+            tile = tile >> np.uint32(LOW_BITS)
         width = dtype.exponent_bits + dtype.residual_bits
         rotated = (tile << 1 | tile >> (width - 1)) & (2**width - 1)
         for section, plane in zip(residuals, pack_field(rotated, dtype.residual_bits), strict=True):

@@ -1,0 +1,45 @@
+# On a fresh machine: "make demo" and "make test". Both make .venv first.
+PYTHON ?= python3
+# Where several builds of torch can be had, this chooses: TORCH="torch==2.11.*" make test
+TORCH ?= torch==2.13.0
+VENV = .venv
+RUN = $(VENV)/bin/python
+
+.PHONY: demo demo-slow-link test lint bench bench-slow-link clean
+
+demo: $(VENV)/installed
+	$(RUN) examples/train_ddp.py
+
+demo-slow-link: $(VENV)/installed
+	$(RUN) examples/slow_link.py --rate 1gbit -- examples/train_ddp.py
+
+test: lint
+	$(RUN) -m pytest
+
+lint: $(VENV)/installed-dev
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+bench: $(VENV)/installed-dev
+	$(RUN) -m pytest benchmarks --benchmark-only
+
+bench-slow-link: $(VENV)/installed
+	$(RUN) examples/slow_link.py --rate 1gbit -- benchmarks/bench_collectives.py
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet "pip>=25.1"
+
+# torch by itself first, so that nothing else decides which build is installed.
+$(VENV)/installed: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet "$(TORCH)"
+	$(RUN) -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(RUN) -m pip install --quiet --group dev
+	touch $@

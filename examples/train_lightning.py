@@ -1,0 +1,64 @@
+"""Lightning: the hook goes into DDPStrategy. Trains on two CPU processes, plainly and with the hook.
+
+    python examples/train_lightning.py
+
+Prints the sum of all parameters after both runs, as hexadecimal floats: they are equal.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import lightning
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from zipccl_hooks import Policy, ZipState, stats, zipccl_hook
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module="lightning")
+
+
+class Regression(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 1))
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def on_train_end(self) -> None:
+        total = sum(p.double().sum().item() for p in self.parameters())
+        if self.trainer.is_global_zero:
+            compressed = sum(c.compressed_calls for c in stats().calls.values())
+            print(f"parameters {total.hex()} compressed calls {compressed}", flush=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def train(**hook: object) -> None:
+    lightning.seed_everything(0, verbose=False)
+    x = torch.randn(256, 256)
+    data = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=32)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(process_group_backend="gloo", **hook),  # type: ignore[arg-type]
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Regression(), data)
+
+
+if __name__ == "__main__":
+    train()
+    # This model is small, so its gradients are compressed only because min_bytes is 0.
+    train(ddp_comm_state=ZipState(policy=Policy(min_bytes=0)), ddp_comm_hook=zipccl_hook)
