@@ -1,6 +1,6 @@
 """Accelerate: the hook is registered on the prepared model. Trains plainly and with the hook.
 
-    accelerate launch --cpu --num_processes 2 examples/train_accelerate.py
+    torchrun --nproc-per-node 2 examples/train_accelerate.py
 
 Prints the sum of all parameters after both runs, as hexadecimal floats: they are equal.
 """
@@ -30,7 +30,7 @@ def train(accelerator: Accelerator, hook: bool) -> None:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-    total = sum(p.double().sum().item() for p in model.parameters())
+    total = float(sum(p.double().sum().item() for p in model.parameters()))
     compressed = sum(c.compressed_calls for c in stats().calls.values())
     accelerator.print(f"parameters {total.hex()} compressed calls {compressed}", flush=True)
 

@@ -12,6 +12,7 @@ import warnings
 
 import lightning
 import torch
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,8 +32,20 @@ class Regression(lightning.LightningModule):
         x, y = batch
         return nn.functional.mse_loss(self.net(x), y)
 
+    def on_train_start(self) -> None:
+        # Lightning registers DDPStrategy's hook on GPUs only; on a CPU it is done here, by its own function.
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, DDPStrategy)
+        if strategy.root_device.type == "cpu":
+            _register_ddp_comm_hook(
+                strategy.model,
+                strategy._ddp_comm_state,
+                strategy._ddp_comm_hook,
+                strategy._ddp_comm_wrapper,
+            )
+
     def on_train_end(self) -> None:
-        total = sum(p.double().sum().item() for p in self.parameters())
+        total = float(sum(p.double().sum().item() for p in self.parameters()))
         if self.trainer.is_global_zero:
             compressed = sum(c.compressed_calls for c in stats().calls.values())
             print(f"parameters {total.hex()} compressed calls {compressed}", flush=True)

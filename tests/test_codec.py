@@ -314,6 +314,21 @@ def test_every_flipped_bit_is_noticed(dtype: torch.dtype, mode: str, monkeypatch
     assert all(byte >= header.layout.static_bytes for byte, _ in unused)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.int16], ids=name_of)
+def test_damaged_dtype_and_shape_are_noticed(dtype: torch.dtype) -> None:
+    """Also where another dtype or shape would have fitted the same bytes."""
+    payload = encode(torch.ones(4, 6).to(dtype))
+    for bit in [*range(48, 56), *range(8 * 32, 8 * 96)]:
+        damaged = payload.clone()
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptPayload):
+            decode(damaged)
+    swapped = payload.clone()
+    swapped[32:40], swapped[40:48] = payload[40:48], payload[32:40]
+    with pytest.raises(CorruptPayload, match="checksum"):
+        decode(swapped)
+
+
 @DAMAGED
 def test_every_truncation_is_noticed(dtype: torch.dtype, mode: str) -> None:
     _, payload = small_payload(dtype, mode)
@@ -359,7 +374,7 @@ def test_claims_beyond_the_payload_are_refused_before_allocating(monkeypatch: py
     for numel in (2**62, 2**40, 300):
         for name in ("float32", "float8_e5m2", "int64"):
             mode = Mode.RAW if name == "int64" else Mode.DENSE
-            header = Header(DTYPES[name], mode, numel, 0, 0, (numel,))
+            header = Header(DTYPES[name], mode, numel, 0, (numel,))
             payload = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
             with pytest.raises(CorruptPayload, match="payload size"):
                 decode(payload)

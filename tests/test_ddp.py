@@ -13,6 +13,7 @@ from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
 from torch.nn.parallel import DistributedDataParallel as DDP
+
 from zipccl_hooks import Policy, ZipState, reset_stats, stats, zipccl_hook
 
 ALL = Policy(min_bytes=0)

@@ -54,7 +54,7 @@ def test_lightning() -> None:
 
 def test_accelerate() -> None:
     pytest.importorskip("accelerate")
-    launch = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     same_parameters(run(*launch, "examples/train_accelerate.py"))
 
 

@@ -14,7 +14,7 @@ from zipccl_hooks import codec, errors, format, ops
 from zipccl_hooks.format import DTYPES, HEADER_BYTES, MODE_SPECS, SECTION, Header, Mode, layout
 
 CODING = pytest.mark.parametrize("mode", [Mode.FAST, Mode.DENSE], ids=["fast", "dense"])
-HEADER = Header(DTYPES["float32"], Mode.DENSE, 6000, 4096, 0xDEADBEEF, (2, 3, 1000))
+HEADER = Header(DTYPES["float32"], Mode.DENSE, 6000, 4096, (2, 3, 1000), 0xDEADBEEF)
 
 
 def test_doctests() -> None:
@@ -38,7 +38,7 @@ def test_planes_are_greedy(width: int) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (1, 2, 3, 4, 5, 6, 7, 8)], ids=str)
 def test_header_round_trip(dtype: format.DType, shape: tuple[int, ...]) -> None:
     numel = int(torch.Size(shape).numel())
-    header = Header(dtype, Mode.RAW, numel, 0, 0xFFFFFFFF, shape)
+    header = Header(dtype, Mode.RAW, numel, 0, shape, 0xFFFFFFFF)
     packed = header.pack()
     assert len(packed) == HEADER_BYTES == SECTION == 128
     assert Header.unpack(packed, header.payload_bytes) == header
@@ -48,7 +48,7 @@ def test_header_bytes_by_hand() -> None:
     dims = b"".join(d.to_bytes(8, "little") for d in (2, 3, 1000, 0, 0, 0, 0, 0))
     expected = (
         b"ZCCL" + b"\x01\x00" + b"\x03" + b"\x02"
-        + b"\x70\x17" + bytes(6) + b"\x00\x10" + bytes(6) + b"\xef\xbe\xad\xde" + b"\x03\x00\x00\x00"
+        + b"\x70\x17" + bytes(6) + b"\x00\x10" + bytes(6) + b"\xef\xbe\xad\xde" + b"\x01\x00\x03\x00"
         + dims + bytes(32)
     )  # fmt: skip
     assert HEADER.pack() == expected
@@ -114,7 +114,7 @@ def test_header_refuses_more_than_there_is() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 2**63), (0, 2**40, 2**40), (2**64 - 1, 0)], ids=str)
 def test_header_refuses_an_empty_shape_that_torch_cannot_count(shape: tuple[int, ...]) -> None:
-    header = Header(DTYPES["float32"], Mode.RAW, 0, 0, 0, shape)
+    header = Header(DTYPES["float32"], Mode.RAW, 0, 0, shape)
     with pytest.raises(errors.CorruptPayload, match="payload shape"):
         Header.unpack(header.pack(), HEADER_BYTES)
 

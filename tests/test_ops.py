@@ -80,7 +80,8 @@ def test_encode_writes_the_payload_and_nothing_else(dtype: torch.dtype, mode: Mo
         # Decoding takes such a buffer, and the exact payload.
         for payload in (buffer, buffer[: len(expected)], buffer.view(1, -1)):
             assert np.array_equal(bits(ops.decode(payload, x.numel(), dtype)), bits(x)), name
-        assert int(ops.checksum(x)) == reference.checksum(bits(x).tobytes()) == read_header(buffer).checksum
+        assert int(ops.checksum(x)) == reference.checksum(bits(x).tobytes())
+        assert read_header(buffer).checksum is None
 
 
 def test_calls_from_many_threads() -> None:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .config import MODES
 from .errors import CorruptPayload
 from .format import HEADER_BYTES, MAX_DIMS, Header, Mode, max_encoded_bytes
-
-MODES = ("auto", "fast", "dense", "raw")
 
 
 def resolve_mode(mode: str, dtype: torch.dtype) -> Mode:
@@ -69,6 +68,7 @@ def encode(x: Tensor, *, mode: str = "auto") -> Tensor:
         ops.payload_capacity(x.numel(), x.dtype, wire_mode), dtype=torch.uint8, device=x.device
     )
     header = replace(encode_into(x, wire_mode, buffer), shape=tuple(x.shape))
+    header = header.sealed(int(ops.checksum(x.contiguous())))
     payload = buffer[: header.payload_bytes].clone()
     payload[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(payload.device)
     return payload
@@ -98,6 +98,8 @@ def decode(payload: Tensor, *, out: Tensor | None = None) -> Tensor:
     if header.payload_bytes != payload.numel():
         raise CorruptPayload(f"payload size: expected {header.payload_bytes} bytes, got {payload.numel()}")
     dtype = getattr(torch, header.dtype.name)
+    if not (out is None or isinstance(out, Tensor)):
+        raise TypeError(f"out: expected a torch.Tensor, got {type(out).__name__}")
     if out is not None and (out.dtype != dtype or out.numel() != header.numel):
         raise ValueError(
             f"out: expected {header.numel} elements of {dtype}, got {out.numel()} of {out.dtype}"
@@ -106,8 +108,8 @@ def decode(payload: Tensor, *, out: Tensor | None = None) -> Tensor:
     if result is None or not result.is_contiguous():
         result = torch.empty(header.shape, dtype=dtype, device=payload.device)
     ops.decode_out(payload, out=result)
-    if (found := int(ops.checksum(result))) != header.checksum:
-        raise CorruptPayload(f"payload checksum: expected {header.checksum:#x}, got {found:#x}")
+    if header.checksum is not None and header.sealed(int(ops.checksum(result))) != header:
+        raise CorruptPayload("payload checksum: the tensor or the header is damaged")
     if out is not None and result is not out:
         out.copy_(result.view(out.shape))
         return out

@@ -20,7 +20,6 @@ contradict each other in raises errors.PeerMismatch on all of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,76 +28,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import exchange
+from .arguments import check_like, check_list, check_tensor, split_numels
 from .codec import resolve_mode
 from .communicator import Work, communicator
 from .config import Policy
 from .counters import recorder
+from .eligible import decline_reason, resolve_group, scale_of
 from .exchange import Call
-from .format import DTYPES, TILE, align
-from .ops import SUM_DTYPES
+from .format import TILE, align
 
-_MOVABLE_DTYPES = frozenset(getattr(torch, d.name) for d in DTYPES.values() if d.exponent_bits)
 Group = dist.ProcessGroup
-
-
-# Which calls are compressed
-
-
-def _resolve_group(group: Group | None) -> Group | None:
-    """The process group of a call; None where this rank is not in it, which torch.distributed reports."""
-    if group is None:
-        return dist.distributed_c10d._get_default_group()
-    return group if isinstance(group, Group) else None
-
-
-def scale_of(op: Any, size: int) -> float | None:
-    """What each rank's term is multiplied by before the sum; None for an op that is no sum."""
-    if op == dist.ReduceOp.SUM:
-        return 1.0
-    if op == dist.ReduceOp.AVG:
-        return 1.0 / size
-    if op == dist.ReduceOp.PREMUL_SUM:
-        # (kind, factor) when pickled; torch before 2.13 shows the factor nowhere else.
-        state = op.__getstate__()
-        factor = state[1] if isinstance(state, tuple) else None
-        return float(factor) if isinstance(factor, (int, float)) else None
-    return None
-
-
-def decline_reason(
-    tensor: Tensor, num_bytes: int | None, group: Group, policy: Policy, op: Any = None
-) -> str | None:
-    """Why a call goes native, or None if it is compressed.
-
-    ``num_bytes`` is compared with ``policy.min_bytes``, None where ranks do not know it alike; ``op`` is
-    the reduce operation of a reduction.
-    """
-    if not policy.enabled:
-        return "disabled by policy"
-    if group.size() == 1:
-        return "one rank"
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
-        return f"tensor subclass {type(tensor).__name__}"
-    if tensor.device.type != "cpu":
-        return f"device {tensor.device.type}"
-    if dist.get_backend(group) != "gloo":
-        return f"backend {dist.get_backend(group)}"
-    if group in dist.distributed_c10d._world.pg_coalesce_state:
-        return "coalescing"
-    if tensor.dtype not in _MOVABLE_DTYPES:
-        return f"dtype {tensor.dtype}"
-    if op is not None:
-        if policy.reduce == "native":
-            return "reduce=native"
-        if tensor.dtype not in SUM_DTYPES:
-            return f"sum of {tensor.dtype}"
-        if scale_of(op, group.size()) is None:
-            return "reduce op"
-    if policy.mode == "raw":
-        return "mode raw"
-    if num_bytes is not None and num_bytes < policy.min_bytes:
-        return "below min_bytes"
-    return None
 
 
 def _run(
@@ -114,7 +53,7 @@ def _run(
     op: Any = None,
 ) -> Work | dist.Work | None:
     """Sends one call down its path; ``body(call, flat)`` fills ``flat``, the outputs, flat and contiguous."""
-    resolved = _resolve_group(group)
+    resolved = resolve_group(group)
     if resolved is None:
         return native()
     reference = (*inputs, *outputs)[0]
@@ -150,32 +89,8 @@ def _equal_parts(flat: Tensor, size: int) -> list[Tensor]:
     return list(flat.view(size, -1)) if flat.numel() else [flat] * size
 
 
-def _check_tensor(name: str, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-
-
-def _check_list(name: str, value: Any, like: Tensor, group: Group | None) -> None:
-    """A list of one tensor per rank, of the dtype and device of ``like``."""
-    if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{name}: expected a list of tensors, got {type(value).__name__}")
-    resolved = _resolve_group(group)
-    if resolved is not None and len(value) != resolved.size():
-        raise ValueError(f"{name}: expected {resolved.size()} tensors, one per rank, got {len(value)}")
-    for k, tensor in enumerate(value):
-        _check_tensor(f"{name}[{k}]", tensor)
-        _check_like(f"{name}[{k}]", tensor, like)
-
-
-def _check_like(name: str, tensor: Tensor, like: Tensor) -> None:
-    if tensor.dtype != like.dtype or tensor.device != like.device:
-        raise ValueError(
-            f"{name}: expected {like.dtype} on {like.device}, got {tensor.dtype} on {tensor.device}"
-        )
-
-
 def _size(group: Group | None) -> int:
-    resolved = _resolve_group(group)
+    resolved = resolve_group(group)
     return 1 if resolved is None else resolved.size()
 
 
@@ -191,11 +106,11 @@ def all_gather_into_tensor(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.all_gather_into_tensor: every rank's input, in rank order, in everyone's output."""
-    _check_tensor("output_tensor", output_tensor)
-    _check_tensor("input_tensor", input_tensor)
-    _check_like("output_tensor", output_tensor, input_tensor)
+    check_tensor("output_tensor", output_tensor)
+    check_tensor("input_tensor", input_tensor)
+    check_like("output_tensor", output_tensor, input_tensor)
     size = _size(group)
-    if output_tensor.numel() != size * input_tensor.numel() and _resolve_group(group) is not None:
+    if output_tensor.numel() != size * input_tensor.numel() and resolve_group(group) is not None:
         raise ValueError(
             f"output_tensor: expected {size} times the input's {input_tensor.numel()} elements, "
             f"got {output_tensor.numel()}"
@@ -226,8 +141,8 @@ def all_gather(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.all_gather: ``tensor_list[i]`` receives rank i's ``tensor``; sizes may differ."""
-    _check_tensor("tensor", tensor)
-    _check_list("tensor_list", tensor_list, tensor, group)
+    check_tensor("tensor", tensor)
+    check_list("tensor_list", tensor_list, tensor, resolve_group(group))
     # Every rank's list shows all sizes. The plain gloo collective has no uneven form.
     even = len({t.numel() for t in tensor_list}) == 1
     num_bytes = max((t.nbytes for t in tensor_list), default=0) if even else None
@@ -257,11 +172,11 @@ def reduce_scatter_tensor(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.reduce_scatter_tensor: ``output`` is the sum of everyone's part of this rank."""
-    _check_tensor("output", output)
-    _check_tensor("input", input)
-    _check_like("output", output, input)
+    check_tensor("output", output)
+    check_tensor("input", input)
+    check_like("output", output, input)
     size = _size(group)
-    if input.numel() != size * output.numel() and _resolve_group(group) is not None:
+    if input.numel() != size * output.numel() and resolve_group(group) is not None:
         raise ValueError(
             f"input: expected {size} times the output's {output.numel()} elements, got {input.numel()}"
         )
@@ -290,8 +205,8 @@ def reduce_scatter(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.reduce_scatter: ``output`` is the sum of everyone's ``input_list[own rank]``."""
-    _check_tensor("output", output)
-    _check_list("input_list", input_list, output, group)
+    check_tensor("output", output)
+    check_list("input_list", input_list, output, resolve_group(group))
 
     def body(call: Call, flat: list[Tensor]) -> None:
         parts = [_flat(t) for t in input_list]
@@ -316,7 +231,7 @@ def all_reduce(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.all_reduce, in place: a compressed reduce-scatter, then a compressed all-gather."""
-    _check_tensor("tensor", tensor)
+    check_tensor("tensor", tensor)
 
     def body(call: Call, flat: list[Tensor]) -> None:
         comm, x = call.comm, flat[0]
@@ -343,7 +258,7 @@ def average_(
 
     Not ``all_reduce`` with AVG where the call goes native: gloo divides the sum.
     """
-    resolved = _resolve_group(group)
+    resolved = resolve_group(group)
     if resolved is None:
         raise ValueError("group: expected a group that this rank is in")
     policy, average = policy or Policy(), dist.ReduceOp.AVG
@@ -370,14 +285,14 @@ def all_to_all_single(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.all_to_all_single; split sizes count rows (elements of dimension 0), per rank."""
-    _check_tensor("output", output)
-    _check_tensor("input", input)
-    _check_like("output", output, input)
+    check_tensor("output", output)
+    check_tensor("input", input)
+    check_like("output", output, input)
     sends: list[int] = []
     expects: list[int] = []
-    if (resolved := _resolve_group(group)) is not None:
-        sends = _split_numels("input", input, input_split_sizes, resolved.size())
-        expects = _split_numels("output", output, output_split_sizes, resolved.size())
+    if (resolved := resolve_group(group)) is not None:
+        sends = split_numels("input", input, input_split_sizes, resolved.size())
+        expects = split_numels("output", output, output_split_sizes, resolved.size())
 
     def native() -> Any:
         return dist.all_to_all_single(
@@ -406,9 +321,9 @@ def all_to_all(
     """torch.distributed.all_to_all: ``input_tensor_list[i]`` goes to rank i, and so on back."""
     if not input_tensor_list:
         raise ValueError("input_tensor_list: expected one tensor per rank, got none")
-    _check_tensor("input_tensor_list[0]", input_tensor_list[0])
-    _check_list("input_tensor_list", input_tensor_list, input_tensor_list[0], group)
-    _check_list("output_tensor_list", output_tensor_list, input_tensor_list[0], group)
+    check_tensor("input_tensor_list[0]", input_tensor_list[0])
+    check_list("input_tensor_list", input_tensor_list, input_tensor_list[0], resolve_group(group))
+    check_list("output_tensor_list", output_tensor_list, input_tensor_list[0], resolve_group(group))
 
     def body(call: Call, flat: list[Tensor]) -> None:
         _all_to_all(call, [_flat(t) for t in input_tensor_list], flat)
@@ -418,21 +333,6 @@ def all_to_all(
         lambda: dist.all_to_all(list(output_tensor_list), list(input_tensor_list), group, async_op),
         body, input_tensor_list, output_tensor_list, None, group, async_op, policy,
     )  # fmt: skip
-
-
-def _split_numels(name: str, tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
-    """Elements for each rank."""
-    rows = tensor.shape[0] if tensor.dim() else 1
-    row = tensor.numel() // rows if rows else math.prod(tensor.shape[1:])
-    if splits is None or len(splits) == 0:
-        if rows % size:
-            raise ValueError(f"{name}: expected a first dimension divisible by {size} ranks, got {rows}")
-        return [rows // size * row] * size
-    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
-        raise ValueError(
-            f"{name}_split_sizes: expected {size} sizes that add up to {rows} rows, got {list(splits)}"
-        )
-    return [split * row for split in splits]
 
 
 def _all_to_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
@@ -459,8 +359,8 @@ def broadcast(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.broadcast, in place; ``src`` is a global rank, ``group_src`` one of the group."""
-    _check_tensor("tensor", tensor)
-    resolved = _resolve_group(group)
+    check_tensor("tensor", tensor)
+    resolved = resolve_group(group)
     root = 0
     if resolved is not None:
         if (src is None) == (group_src is None):

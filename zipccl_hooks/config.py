@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .codec import MODES
-
+MODES = ("auto", "fast", "dense", "raw")
 REDUCES = ("fp32", "native")
 
 

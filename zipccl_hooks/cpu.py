@@ -78,7 +78,8 @@ def encode(bits: Array, lay: Layout, payload: Array) -> int:
     """Writes the payload of ``bits`` (uint8, uint16 or uint32, flat) and returns its size in bytes.
 
     ``payload`` is uint8, starts on 4 bytes and holds at least ``lay.max_bytes``; nothing is written
-    past the returned size. The header's shape is ``(numel,)``.
+    past the returned size. The header's shape is ``(numel,)``, and it has
+    no checksum.
     """
     data = bits.view(np.uint8)
     dynamic_bytes = 0
@@ -89,7 +90,7 @@ def encode(bits: Array, lay: Layout, payload: Array) -> int:
         tail = data[lay.num_tiles * TILE * lay.dtype.itemsize :]
         payload[lay.tail :][: len(tail)] = tail
         payload[lay.tail + len(tail) : lay.static_bytes] = 0
-    header = Header(lay.dtype, lay.mode, lay.numel, dynamic_bytes, checksum(data), (lay.numel,))
+    header = Header(lay.dtype, lay.mode, lay.numel, dynamic_bytes, (lay.numel,))
     payload[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
     return lay.static_bytes + dynamic_bytes
 

@@ -51,8 +51,8 @@ others move one place down. The bars cut levels: ``fast`` has levels of 3 and 4 
 levels of 2 bits. At each level the largest code says "further down", and beyond the last level the
 exponent stands as a byte. Level 1 is the code plane. With n elements whose exponent field is not 0
 and S the sum of those fields, ``top = floor(S / n + 2.6875)`` in fast and ``floor(S / n + 1.875)`` in
-dense (0 if n is 0); theory.py derives the constants. ``ZERO`` is set when 1024 - n reaches 5 in fast,
-36 in dense.
+dense (0 if n is 0); theory.py derives the constants. ``ZERO`` is set when 1024 - n reaches 8 in fast,
+35 in dense.
 
 **Dynamic.** One chunk per tile. First, for fp32, w of the low bits: w planes' worth of ``low >> (16 - w)``,
 then, with the ``LOW_ESCAPES`` flag, a 32-bit count and that many words ``position << 16 | low`` in
@@ -70,13 +70,14 @@ chunks of each *group* of 8 tiles to 4 bytes in all dtypes.
 
 **Mode raw.** The header, then the tensor's bytes: for all other dtypes, and where coding does not pay.
 
-**Checksum.** Over the tensor, not the payload, so that it also watches the codec: the sum of ``mix(w[i], i)``
-over the tensor's bytes as 32-bit words w[i], zero-padded, all modulo 2**32::
+**Checksum.** Optional; ``encode`` writes it, the collectives do not. Over the header and the tensor, not
+the payload, so that it also watches the codec. For bytes as 32-bit words w[i], zero-padded, it is the sum
+of ``mix(w[i], i)`` modulo 2**32, with all arithmetic modulo 2**32::
 
-    v = w + i * 0x9E3779B1,   v = (v ^ v >> 16) * 0x7FEB352D,   mix = v ^ v >> 15
+    v = w + i * 0x9E3779B1;  v = (v ^ v >> 16) * 0x7FEB352D;  mix = v ^ v >> 15
 
-Mixing a word is a bijection, so one damaged word never passes. It is not linear: a damaged ``top`` shifts
-all exponents of a tile alike, and in a weighted sum of fp32 words those 1024 differences cancel.
+and the header holds the tensor's plus the header's own, with this field 0. Not a weighted sum: where one
+damaged byte of meta moves every exponent of a tile, the weighted differences cancel.
 
 Versions: 1, read and written since 0.1.0.
 """
@@ -85,7 +86,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import CorruptPayload, FormatMismatch
 
@@ -124,8 +125,8 @@ class ModeSpec:
 
 
 MODE_SPECS = {
-    Mode.FAST: ModeSpec(3, 4, 2, (*range(20), -1, -2), 43, 5),
-    Mode.DENSE: ModeSpec(2, 2, 4, (0, 1, 2, 3, -1, 4, 5, 6, 7, -2, 8, 9), 30, 36),
+    Mode.FAST: ModeSpec(3, 4, 2, (*range(20), -1, -2), 43, 8),
+    Mode.DENSE: ModeSpec(2, 2, 4, (0, 1, 2, 3, -1, 4, 5, 6, 7, -2, 8, 9), 30, 35),
 }
 
 
@@ -244,6 +245,16 @@ def layout(numel: int, dtype: DType, mode: Mode) -> Layout:
     )  # fmt: skip
 
 
+def checksum(data: bytes) -> int:
+    """The checksum's sum over ``data``. For headers: a tensor's is the codec's to compute."""
+    total = 0
+    for i in range(0, len(data), 4):
+        v = int.from_bytes(data[i : i + 4], "little") + i // 4 * 0x9E3779B1 & 0xFFFFFFFF
+        v = (v ^ v >> 16) * 0x7FEB352D & 0xFFFFFFFF
+        total += v ^ v >> 15
+    return total & 0xFFFFFFFF
+
+
 def max_encoded_bytes(numel: int, dtype: DType) -> int:
     """Largest payload that ``encode`` returns: it falls back to mode raw, so the raw size plus the header."""
     return HEADER_BYTES + numel * dtype.itemsize
@@ -254,15 +265,16 @@ class Header:
     """The first 128 bytes of a payload.
 
     Fields, in order: magic (4 bytes), version (2), dtype code (1), mode (1), numel (8), dynamic_bytes
-    (8), checksum (4), number of dimensions (4), eight dimensions (8 each, unused ones 0), zeros (32).
+    (8), checksum (4), whether there is one (2), number of dimensions (2), eight dimensions (8 each,
+    unused ones 0), zeros (32).
     """
 
     dtype: DType
     mode: Mode
     numel: int
     dynamic_bytes: int
-    checksum: int
     shape: tuple[int, ...]
+    checksum: int | None = None
 
     @property
     def layout(self) -> Layout:
@@ -273,11 +285,16 @@ class Header:
         """Size of the whole payload."""
         return self.layout.static_bytes + self.dynamic_bytes
 
+    def sealed(self, tensor_checksum: int) -> Header:
+        """This header with the checksum of itself and of a tensor, whose own is given."""
+        own = checksum(replace(self, checksum=0).pack())
+        return replace(self, checksum=(tensor_checksum + own) & 0xFFFFFFFF)
+
     def pack(self) -> bytes:
         dims = (*self.shape, *[0] * (MAX_DIMS - len(self.shape)))
         return _HEADER.pack(
             MAGIC, VERSION, self.dtype.code, self.mode, self.numel, self.dynamic_bytes,
-            self.checksum, len(self.shape), *dims,
+            self.checksum or 0, self.checksum is not None, len(self.shape), *dims,
         )  # fmt: skip
 
     @classmethod
@@ -288,8 +305,8 @@ class Header:
         """
         if len(payload) < HEADER_BYTES:
             raise CorruptPayload(f"payload: expected at least {HEADER_BYTES} bytes, got {len(payload)}")
-        magic, version, dtype_code, mode, numel, dynamic_bytes, checksum, num_dims, *dims = _HEADER.unpack(
-            payload[:HEADER_BYTES]
+        magic, version, dtype_code, mode, numel, dynamic_bytes, found, has_checksum, num_dims, *dims = (
+            _HEADER.unpack(payload[:HEADER_BYTES])
         )
         if magic != MAGIC:
             raise CorruptPayload(f"payload magic: expected {MAGIC!r}, got {magic!r}")
@@ -305,13 +322,14 @@ class Header:
         shape = tuple(dims[:num_dims])
         # torch multiplies the dimensions of an empty tensor as well, without the zeros, in 63 bits.
         countable = _product(tuple(dim or 1 for dim in shape)) < 2**63
-        if num_dims > MAX_DIMS or _product(shape) != numel or not countable:
+        unused = any(dims[num_dims:]) or has_checksum > 1 or (found and not has_checksum)
+        if num_dims > MAX_DIMS or _product(shape) != numel or not countable or unused:
             raise CorruptPayload(
                 f"payload shape: expected {numel} elements, got {num_dims} dimensions {shape}"
             )
         # An element takes at least a byte, or half of one where fp8 is coded, so a damaged numel or size is
         # noticed here, before anything of that size is allocated.
-        header = cls(dtype, Mode(mode), numel, dynamic_bytes, checksum, shape)
+        header = cls(dtype, Mode(mode), numel, dynamic_bytes, shape, found if has_checksum else None)
         if numel > 2 * available_bytes or header.payload_bytes > available_bytes:
             raise CorruptPayload(
                 f"payload size: {numel} elements of {dtype.name} and {dynamic_bytes} dynamic bytes "
@@ -327,6 +345,6 @@ def _product(shape: tuple[int, ...]) -> int:
     return total
 
 
-_HEADER = struct.Struct("<4sHBBQQII8Q32x")
+_HEADER = struct.Struct("<4sHBBQQIHH8Q32x")
 HEADER_BYTES = _HEADER.size
 assert HEADER_BYTES == SECTION

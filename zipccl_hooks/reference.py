@@ -6,6 +6,8 @@ Arrays hold bits, never floats: uint8, uint16 or uint32 by the dtype's itemsize.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from .errors import CorruptPayload
@@ -134,12 +136,23 @@ def encode_low(low: np.ndarray) -> tuple[int, bytes]:
 
 
 def encode(bits: np.ndarray, dtype: DType, mode: Mode, shape: tuple[int, ...] | None = None) -> bytes:
-    """The payload of a flat array of bit patterns, in exactly this mode (no fallback to raw)."""
+    """The payload of a flat array of bit patterns, in exactly this mode.
+
+    Without ``shape`` it is an operator's, flat and without checksum; with it that of ``codec.encode``.
+    """
+    payload = _encode_flat(bits, dtype, mode)
+    if shape is None:
+        return payload
+    header = replace(Header.unpack(payload, len(payload)), shape=shape)
     data = np.ascontiguousarray(bits).tobytes()
-    shape = (len(bits),) if shape is None else shape
+    return header.sealed(checksum(data)).pack() + payload[HEADER_BYTES:]
+
+
+def _encode_flat(bits: np.ndarray, dtype: DType, mode: Mode) -> bytes:
+    data = np.ascontiguousarray(bits).tobytes()
     if mode == Mode.RAW:
         numel = len(data) // dtype.itemsize
-        return Header(dtype, mode, numel, 0, checksum(data), shape).pack() + data
+        return Header(dtype, mode, numel, 0, (numel,)).pack() + data
     lay, spec = layout(len(bits), dtype, mode), MODE_SPECS[mode]
     meta: list[int] = []
     bases: list[int] = []
@@ -168,7 +181,7 @@ def encode(bits: np.ndarray, dtype: DType, mode: Mode, shape: tuple[int, ...] | 
     dynamic += group
     tail = data[lay.num_tiles * TILE * dtype.itemsize :]
     sections = [
-        Header(dtype, mode, len(bits), len(dynamic), checksum(data), shape).pack(),
+        Header(dtype, mode, len(bits), len(dynamic), (len(bits),)).pack(),
         np.array(meta, "<u4").tobytes(),
         np.array(bases, "<u4").tobytes(),
         b"".join(codes),
@@ -248,8 +261,8 @@ def decode(payload: bytes) -> np.ndarray:
         tail = payload[lay.tail :][: (numel - lay.num_tiles * TILE) * dtype.itemsize]
         tiles = [_decode_tile(payload, lay, t) for t in range(lay.num_tiles)]
         data = b"".join(t.astype(f"<u{dtype.itemsize}").tobytes() for t in tiles) + tail
-    if checksum(data) != header.checksum:
-        raise CorruptPayload(f"payload checksum: expected {header.checksum:#x}, got {checksum(data):#x}")
+    if header.checksum is not None and header.sealed(checksum(data)) != header:
+        raise CorruptPayload("payload checksum: the tensor or the header is damaged")
     if not dtype.exponent_bits:
         return np.frombuffer(data, np.uint8)
     return np.frombuffer(data, f"<u{dtype.itemsize}")

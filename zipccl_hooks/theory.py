@@ -19,7 +19,7 @@ takes the fewest bits, averaged over log2 sigma uniform in an octave: 43 in fast
 and 30 in dense (2.648), where the entropy is 2.544. The ZERO flag moves every other exponent down a rank and
 saves zeros the path to the last level. ``best_zero_min`` is the number of zeros in a tile from which that
 pays. It varies with sigma, 6 to 9 in fast and 27 to 42 in dense, and each zero more or less is worth some 12
-of a tile's 3000 bits, so that ``zero_min`` (5 and 36) need not be exact.
+of a tile's 3000 bits, so that ``zero_min`` (8 and 35) need not be exact.
 """
 
 from __future__ import annotations

@@ -1,0 +1,48 @@
+"""Checks of the collectives' arguments: TypeError and ValueError name the argument, expected, got."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def check_list(name: str, value: Any, like: Tensor, group: dist.ProcessGroup | None) -> None:
+    """A list of one tensor per rank of ``group`` (None: not looked at), of the dtype and device of ``like``."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}: expected a list of tensors, got {type(value).__name__}")
+    if group is not None and len(value) != group.size():
+        raise ValueError(f"{name}: expected {group.size()} tensors, one per rank, got {len(value)}")
+    for k, tensor in enumerate(value):
+        check_tensor(f"{name}[{k}]", tensor)
+        check_like(f"{name}[{k}]", tensor, like)
+
+
+def check_like(name: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        raise ValueError(
+            f"{name}: expected {like.dtype} on {like.device}, got {tensor.dtype} on {tensor.device}"
+        )
+
+
+def split_numels(name: str, tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
+    """Elements for each rank."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    row = tensor.numel() // rows if rows else math.prod(tensor.shape[1:])
+    if splits is None or len(splits) == 0:
+        if rows % size:
+            raise ValueError(f"{name}: expected a first dimension divisible by {size} ranks, got {rows}")
+        return [rows // size * row] * size
+    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
+        raise ValueError(
+            f"{name}_split_sizes: expected {size} sizes that add up to {rows} rows, got {list(splits)}"
+        )
+    return [split * row for split in splits]

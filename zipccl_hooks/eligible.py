@@ -1,0 +1,72 @@
+"""Which calls are compressed. A decision rests only on what all ranks of the group know alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .config import Policy
+from .format import DTYPES
+from .ops import SUM_DTYPES
+
+_MOVABLE_DTYPES = frozenset(getattr(torch, d.name) for d in DTYPES.values() if d.exponent_bits)
+
+
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The process group of a call; None where this rank is not in it, which torch.distributed reports."""
+    if group is None:
+        return dist.distributed_c10d._get_default_group()
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def scale_of(op: Any, size: int) -> float | None:
+    """What each rank's term is multiplied by before the sum; None for an op that is no sum."""
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / size
+    if op == dist.ReduceOp.PREMUL_SUM:
+        # (kind, factor) when pickled; torch before 2.13 shows the factor nowhere else.
+        state = op.__getstate__()
+        factor = state[1] if isinstance(state, tuple) else None
+        return float(factor) if isinstance(factor, (int, float)) else None
+    return None
+
+
+def decline_reason(
+    tensor: Tensor, num_bytes: int | None, group: dist.ProcessGroup, policy: Policy, op: Any = None
+) -> str | None:
+    """Why a call goes native, or None if it is compressed.
+
+    ``num_bytes`` is compared with ``policy.min_bytes``, None where ranks do not know it alike; ``op`` is
+    the reduce operation of a reduction.
+    """
+    if not policy.enabled:
+        return "disabled by policy"
+    if group.size() == 1:
+        return "one rank"
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        return f"tensor subclass {type(tensor).__name__}"
+    if tensor.device.type != "cpu":
+        return f"device {tensor.device.type}"
+    if dist.get_backend(group) != "gloo":
+        return f"backend {dist.get_backend(group)}"
+    if group in dist.distributed_c10d._world.pg_coalesce_state:
+        return "coalescing"
+    if tensor.dtype not in _MOVABLE_DTYPES:
+        return f"dtype {tensor.dtype}"
+    if op is not None:
+        if policy.reduce == "native":
+            return "reduce=native"
+        if tensor.dtype not in SUM_DTYPES:
+            return f"sum of {tensor.dtype}"
+        if scale_of(op, group.size()) is None:
+            return "reduce op"
+    if policy.mode == "raw":
+        return "mode raw"
+    if num_bytes is not None and num_bytes < policy.min_bytes:
+        return "below min_bytes"
+    return None
