@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from zipccl_hooks import Policy, ZipState, stats, zipccl_hook
@@ -35,7 +36,7 @@ class Regression(lightning.LightningModule):
     def on_train_start(self) -> None:
         # Lightning registers DDPStrategy's hook on GPUs only; on a CPU it is done here, by its own function.
         strategy = self.trainer.strategy
-        assert isinstance(strategy, DDPStrategy)
+        assert isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel)
         if strategy.root_device.type == "cpu":
             _register_ddp_comm_hook(
                 strategy.model,
