@@ -115,7 +115,7 @@ def few_zeros(numel: int, dtype: torch.dtype, generator: torch.Generator) -> Ten
     """Tiles with as many zeros as the ZERO flag needs in some mode, and one fewer."""
     x = 1 + torch.rand(numel, generator=generator)
     tile, position = torch.arange(numel) // TILE, torch.arange(numel) % TILE
-    count = torch.tensor([4, 5, 35, 36, 1023])[tile % 5]
+    count = torch.tensor([7, 8, 34, 35, 1023])[tile % 5]
     return torch.where(position * 7 % TILE < count, torch.zeros(()), x).to(dtype)
 
 

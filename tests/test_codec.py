@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from corpus import CODED, STORED, bits, corpus, from_bits, gaussian, known, name_of, random_bits, tensor
 
 import zipccl_hooks
-from zipccl_hooks import codec, reference
+from zipccl_hooks import codec, ops, reference
 from zipccl_hooks.codec import decode, encode, read_header
 from zipccl_hooks.errors import CorruptPayload, FormatMismatch, ZipcclError
 from zipccl_hooks.format import DTYPES, HEADER_BYTES, Header, Mode
@@ -55,6 +56,17 @@ def test_payload_is_that_of_the_reference(dtype: torch.dtype, mode: str, wire: M
     assert payload.numpy().tobytes() == reference.encode(bits(x), known(dtype), wire, tuple(x.shape))
 
 
+@pytest.mark.parametrize("dtype", CODED, ids=name_of)
+@pytest.mark.parametrize("mode", list(Mode), ids=["raw", "fast", "dense"])
+def test_payload_without_checksum_is_decoded(dtype: torch.dtype, mode: Mode) -> None:
+    """What the operators write, cut to its size: flat."""
+    x = tensor(gaussian, dtype, 5 * 1031)
+    payload = ops.encode(x, mode)
+    header = read_header(payload)
+    assert header.checksum is None
+    assert equal(decode(payload[: header.payload_bytes]), x)
+
+
 def test_bits_of_special_values_survive() -> None:
     """Quiet and signalling NaNs with payloads, infinities, zeros, subnormals: compared as integers."""
     patterns = [0x7F800001, 0xFFC12345, 0x7FFFFFFF, 0x7F800000, 0xFF800000, 0x80000000, 0x1, 0x807FFFFF]
@@ -71,6 +83,7 @@ def test_other_dtypes_are_stored(dtype: torch.dtype, mode: str) -> None:
     payload = encode(x, mode=mode)
     assert read_header(payload).mode == Mode.RAW
     assert payload[HEADER_BYTES:].numpy().tobytes() == bits(x).tobytes()
+    assert payload.numpy().tobytes() == reference.encode(bits(x), known(dtype), Mode.RAW, (33,))
 
 
 # Views
@@ -191,6 +204,11 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "out: expected 12 elements of torch.float32, got 4 of torch.float32",
     ),
+    "decode out list": (
+        lambda: decode(PAYLOAD, out=[X]),
+        TypeError,
+        "out: expected a torch.Tensor, got list",
+    ),  # type: ignore[arg-type]
     "decode noise": (
         lambda: decode(torch.arange(200, dtype=torch.uint8)),
         CorruptPayload,
@@ -262,12 +280,15 @@ def small_payload(dtype: torch.dtype, mode: str) -> tuple[torch.Tensor, torch.Te
 
 
 def padding(payload: torch.Tensor) -> set[int]:
-    """Bytes that the format leaves unused in a payload of one tile; within the dynamic part, its end."""
+    """Bytes that the format leaves unused in a payload of one tile; within the dynamic part, its end.
+
+    Of the header only what follows the dimensions: unused ones, and an unused checksum, are checked to be 0.
+    """
     header = read_header(payload)
     lay, end = header.layout, payload.numel()
     tail = (lay.numel - 1024) * lay.dtype.itemsize
     return {
-        *range(40, HEADER_BYTES),  # dimensions 2 to 8, zeros
+        *range(96, HEADER_BYTES),
         *range(lay.meta + 4, lay.bases),
         *range(lay.bases + 4, lay.codes),
         *range(lay.tail + tail, lay.static_bytes),
@@ -277,7 +298,7 @@ def padding(payload: torch.Tensor) -> set[int]:
 
 @DAMAGED
 def test_every_flipped_bit_is_noticed(dtype: torch.dtype, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them: an error of ours, or the very same tensor where the bit is padding.
+    """Each of them: an error of ours, or the very same tensor, dtype and shape where the bit is padding.
 
     No damaged field makes decode allocate more than an intact payload of that size could need.
     """
@@ -293,7 +314,7 @@ def test_every_flipped_bit_is_noticed(dtype: torch.dtype, mode: str, monkeypatch
         return tensor
 
     monkeypatch.setattr(torch, "empty", recorded)
-    expected, data, unnoticed = bits(x), payload.numpy(), []
+    data, unnoticed = payload.numpy(), []
     for byte in range(len(data)):
         for bit in range(8):
             data[byte] ^= 1 << bit
@@ -302,7 +323,7 @@ def test_every_flipped_bit_is_noticed(dtype: torch.dtype, mode: str, monkeypatch
             except ZipcclError:
                 pass
             else:
-                assert result.shape == x.shape and np.array_equal(bits(result), expected), (byte, bit)
+                assert equal(result, x), (byte, bit)
                 if byte not in spare:
                     unnoticed.append((byte, bit))
             data[byte] ^= 1 << bit
@@ -312,6 +333,45 @@ def test_every_flipped_bit_is_noticed(dtype: torch.dtype, mode: str, monkeypatch
     unused = [(byte, bit) for byte, bit in unnoticed if byte != flags or dtype != BF16 or bit < 2]
     assert len({byte for byte, _ in unused}) <= 1 and len(unused) < 8
     assert all(byte >= header.layout.static_bytes for byte, _ in unused)
+
+
+@DAMAGED
+def test_every_flipped_bit_without_checksum(dtype: torch.dtype, mode: str) -> None:
+    """A payload of the operators: the header is still checked, other damage stays where it is.
+
+    In a residual it changes an element, in the tail one of the tail's; elsewhere it may garble the tile.
+    """
+    x, _ = small_payload(dtype, mode)
+    payload = ops.encode(x, Mode[mode.upper()])
+    header = read_header(payload)
+    assert header.checksum is None
+    payload, lay = payload[: header.payload_bytes].clone(), header.layout
+    expected, data, other, refused = bits(x), payload.numpy(), 0, 0
+    for byte in range(len(data)):
+        for bit in range(8):
+            data[byte] ^= 1 << bit
+            try:
+                found = bits(ops.decode(payload, x.numel(), dtype))
+            except ZipcclError:
+                refused += 1
+                assert not lay.residual <= byte < lay.static_bytes, (byte, bit)
+            else:
+                changed = np.flatnonzero(found != expected)
+                other += len(changed) > 0
+                if byte < HEADER_BYTES:
+                    assert not len(changed), (byte, bit)
+                elif lay.residual <= byte < lay.tail:
+                    assert len(changed) == 1 and changed[0] < 1024, (byte, bit)
+                elif lay.tail <= byte < lay.static_bytes:
+                    in_tail = byte - lay.tail < 5 * dtype.itemsize
+                    assert changed.tolist() == [1024 + (byte - lay.tail) // dtype.itemsize] * in_tail, (
+                        byte,
+                        bit,
+                    )
+                else:
+                    assert np.all(changed < 1024), (byte, bit)
+            data[byte] ^= 1 << bit
+    assert other > 4 * len(data) and refused > 600
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.int16], ids=name_of)
@@ -355,13 +415,16 @@ def test_damaged_top_is_noticed(dtype: torch.dtype, value: float, mode: str) -> 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)], ids=str)
 def test_flipped_dims_of_an_empty_tensor(shape: tuple[int, ...]) -> None:
-    """A shape of another kind, or an error of ours, but no overflow in torch."""
+    """An error of ours; without checksum, or a shape of another kind, but no overflow in torch."""
     payload = encode(torch.empty(shape))
-    for bit in range(8 * 32, 8 * 48):
-        damaged = payload.clone()
-        damaged[bit // 8] ^= 1 << bit % 8
-        with suppress(CorruptPayload):
-            assert decode(damaged).numel() == 0
+    plain = payload.clone()
+    plain[24:30] = 0
+    assert read_header(plain) == replace(read_header(payload), checksum=None)
+    for bit in range(8 * 30, 8 * 96):
+        for damaged in (payload.clone(), plain.clone()):
+            damaged[bit // 8] ^= 1 << bit % 8
+            with suppress(CorruptPayload):
+                assert decode(damaged).numel() == 0 and read_header(damaged).checksum is None
 
 
 def test_claims_beyond_the_payload_are_refused_before_allocating(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,8 +94,10 @@ def test_work_is_really_split(mode: Mode, num_threads: int, monkeypatch: pytest.
 
     with Pool() as pool:
         monkeypatch.setattr(cpu, "_pool", lambda: pool)
-        decode(encode(tensor(mixed_layers, torch.float32, SIZES[-1]), mode))
-    # Tiles, checksum, tiles again; one worker needs no pool.
+        x = tensor(mixed_layers, torch.float32, SIZES[-1])
+        decode(encode(x, mode))
+        cpu.checksum(bits(x).view(np.uint8))
+    # Tiles, tiles again, checksum; one worker needs no pool.
     assert submitted == ([] if num_threads == 1 else [num_threads] * 3)
 
 

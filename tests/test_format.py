@@ -38,10 +38,11 @@ def test_planes_are_greedy(width: int) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (1, 2, 3, 4, 5, 6, 7, 8)], ids=str)
 def test_header_round_trip(dtype: format.DType, shape: tuple[int, ...]) -> None:
     numel = int(torch.Size(shape).numel())
-    header = Header(dtype, Mode.RAW, numel, 0, shape, 0xFFFFFFFF)
-    packed = header.pack()
-    assert len(packed) == HEADER_BYTES == SECTION == 128
-    assert Header.unpack(packed, header.payload_bytes) == header
+    for checksum in (0xFFFFFFFF, 0, None):  # a checksum that happens to be 0 is one
+        header = Header(dtype, Mode.RAW, numel, 0, shape, checksum)
+        packed = header.pack()
+        assert len(packed) == HEADER_BYTES == SECTION == 128
+        assert Header.unpack(packed, header.payload_bytes) == header
 
 
 def test_header_bytes_by_hand() -> None:
@@ -52,6 +53,30 @@ def test_header_bytes_by_hand() -> None:
         + dims + bytes(32)
     )  # fmt: skip
     assert HEADER.pack() == expected
+    # Without a checksum its field and "whether there is one" are 0; the dimensions stay where they are.
+    assert replace(HEADER, checksum=None).pack() == expected[:24] + bytes(4) + b"\0\0\3\0" + expected[32:]
+
+
+def mix(word: int, i: int) -> int:
+    v = (word + i * 0x9E3779B1) % 2**32
+    v = (v ^ v >> 16) * 0x7FEB352D % 2**32
+    return v ^ v >> 15
+
+
+def test_checksum_by_hand() -> None:
+    assert format.checksum(b"") == 0
+    assert format.checksum(b"\x01\x02\x03\x04\x05") == (mix(0x04030201, 0) + mix(5, 1)) % 2**32
+
+
+@pytest.mark.parametrize("before", [None, 0, 0xDEADBEEF], ids=str)
+def test_sealed_header_by_hand(before: int | None) -> None:
+    """The header's words, the checksum itself as 0: what stood there before does not matter."""
+    by_hand = [0x4C43435A, 0x02030001, 6000, 0, 4096, 0, 0, 0x00030001, 2, 0, 3, 0, 1000, *[0] * 19]
+    own = sum(mix(word, i) for i, word in enumerate(by_hand))
+    for tensor_checksum in (0, 5, 0xFFFFFFFF):
+        sealed = replace(HEADER, checksum=before).sealed(tensor_checksum)
+        assert sealed == replace(HEADER, checksum=(tensor_checksum + own) % 2**32)
+        assert sealed.sealed(tensor_checksum) == sealed
 
 
 def test_codes_on_the_wire_are_fixed() -> None:
@@ -88,9 +113,14 @@ HEADER_ERRORS = {
     "mode": (damaged(7, b"\x03"), "CorruptPayload", "mode: got 3 for float32"),
     "mode of the dtype": (damaged(6, b"\x13"), "CorruptPayload", "mode: got 2 for bool"),
     "numel": (damaged(8, b"\x71"), "CorruptPayload", "shape: expected 6001 elements"),
-    "num_dims": (damaged(28, b"\x02"), "CorruptPayload", r"got 2 dimensions \(2, 3\)"),
-    "too many dims": (damaged(28, b"\x09"), "CorruptPayload", "got 9 dimensions"),
+    "has_checksum": (damaged(28, b"\x02"), "CorruptPayload", "payload shape"),
+    "has_checksum, upper byte": (damaged(29, b"\x01"), "CorruptPayload", "payload shape"),
+    "checksum without has_checksum": (damaged(28, b"\x00"), "CorruptPayload", "payload shape"),
+    "num_dims": (damaged(30, b"\x02"), "CorruptPayload", r"got 2 dimensions \(2, 3\)"),
+    "too many dims": (damaged(30, b"\x09"), "CorruptPayload", "got 9 dimensions"),
     "dim": (damaged(32, b"\x03"), "CorruptPayload", r"\(3, 3, 1000\)"),
+    "unused dim": (damaged(56, b"\x01"), "CorruptPayload", r"got 3 dimensions \(2, 3, 1000\)"),
+    "last unused dim": (damaged(95, b"\x80"), "CorruptPayload", r"got 3 dimensions \(2, 3, 1000\)"),
     "dynamic bytes": (damaged(16, b"\x01"), "CorruptPayload", "4097 dynamic bytes"),
     "huge dynamic": (damaged(23, b"\x80"), "CorruptPayload", "dynamic bytes expected"),
 }

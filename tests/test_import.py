@@ -14,8 +14,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module imports only from those left of it; cuda stands for all files of that folder.
 ORDER = (
     "errors", "format", "theory", "reference", "_cpu_kernels", "cpu", "cuda", "ops", "config", "codec",
-    "counters", "communicator", "link", "choose", "symmetric", "exchange", "eligible", "arguments", "collectives",
-    "c10d", "compile", "ddp", "dtensor", "fsdp", "bench", "__init__", "__main__",
+    "counters", "communicator", "link", "choose", "symmetric", "exchange", "eligible", "arguments",
+    "collectives", "c10d", "compile", "ddp", "dtensor", "fsdp", "bench", "__init__", "__main__",
 )  # fmt: skip
 NUMBA = {"_cpu_kernels.py", "cuda/_jit.py"}
 MAX_LINES = 400

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 import torch
 from corpus import CODED, STORED, bits, corpus, golden, known, name_of, random_bits, tensor
 
-from zipccl_hooks import reference
-from zipccl_hooks.errors import CorruptPayload, FormatMismatch
-from zipccl_hooks.format import DTYPES, MODE_SPECS, VERSION, Mode
+from zipccl_hooks import codec, reference
+from zipccl_hooks.errors import CorruptPayload, FormatMismatch, ZipcclError
+from zipccl_hooks.format import DTYPES, MODE_SPECS, VERSION, Header, Mode
 
 CODING = pytest.mark.parametrize("mode", [Mode.FAST, Mode.DENSE], ids=["fast", "dense"])
 GOLDEN = Path(__file__).parent / "golden"
@@ -139,8 +140,8 @@ def test_residual_is_mantissa_and_sign_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "zeros", "flag"),
-    [(Mode.FAST, 4, 0), (Mode.FAST, 5, 2), (Mode.DENSE, 35, 0), (Mode.DENSE, 36, 2)],
-    ids=["fast-4", "fast-5", "dense-35", "dense-36"],
+    [(Mode.FAST, 7, 0), (Mode.FAST, 8, 2), (Mode.DENSE, 34, 0), (Mode.DENSE, 35, 2)],
+    ids=["fast-7", "fast-8", "dense-34", "dense-35"],
 )
 def test_zero_flag_by_hand(mode: Mode, zeros: int, flag: int) -> None:
     """With the flag zeros have code 0 and the ones (rank 2 or 1 without it) one more."""
@@ -233,16 +234,34 @@ def test_round_trip(dtype: torch.dtype, mode: Mode, numel: int) -> None:
 @pytest.mark.parametrize("dtype", STORED, ids=name_of)
 def test_raw_round_trip(dtype: torch.dtype) -> None:
     data = bits(tensor(random_bits, dtype, 77))
-    payload = reference.encode(data, known(dtype), Mode.RAW, shape=(77,))
-    assert payload[128:] == data.tobytes() and reference.decode(payload).tobytes() == data.tobytes()
+    for shape in (None, (77,), (7, 11)):
+        payload = reference.encode(data, known(dtype), Mode.RAW, shape)
+        assert payload[128:] == data.tobytes() and reference.decode(payload).tobytes() == data.tobytes()
+
+
+@CODING
+@pytest.mark.parametrize("shape", [(3149,), (47, 67), (1, 3149, 1)], ids=str)
+def test_shape_only_seals_the_header(mode: Mode, shape: tuple[int, ...]) -> None:
+    data = bits(golden(torch.float32))
+    flat = reference.encode(data, DTYPES["float32"], mode)
+    sealed = reference.encode(data, DTYPES["float32"], mode, shape)
+    assert sealed[128:] == flat[128:]
+    plain, header = (Header.unpack(payload[:128], len(payload)) for payload in (flat, sealed))
+    assert plain.checksum is None and plain.shape == (3149,)
+    # The tensor's checksum and the header's own, computed with 0 in the place of the checksum.
+    own = reference.checksum(sealed[:24] + bytes(4) + sealed[28:128])
+    assert header.checksum == (reference.checksum(data.tobytes()) + own) % 2**32
+    assert header == replace(plain, shape=shape, checksum=header.checksum)
+    assert np.array_equal(reference.decode(sealed), data)
 
 
 @CODING
 def test_truncation_is_noticed(mode: Mode) -> None:
-    payload = reference.encode(bits(golden(torch.float32)), DTYPES["float32"], mode)
-    for size in range(0, len(payload), 97):
-        with pytest.raises(CorruptPayload):
-            reference.decode(payload[:size])
+    for shape in (None, (47, 67)):  # without checksum, with it
+        payload = reference.encode(bits(golden(torch.float32)), DTYPES["float32"], mode, shape)
+        for size in range(0, len(payload), 97):
+            with pytest.raises(CorruptPayload):
+                reference.decode(payload[:size])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
@@ -250,7 +269,7 @@ def test_truncation_is_noticed(mode: Mode) -> None:
 def test_bit_flips_are_noticed(dtype: torch.dtype, mode: Mode) -> None:
     """A sample; test_codec flips every bit, through the kernels."""
     data = bits(golden(dtype))
-    payload = reference.encode(data, known(dtype), mode)
+    payload = reference.encode(data, known(dtype), mode, data.shape)
     noticed = 0
     for bit in range(0, 8 * len(payload), 139):
         flipped = bytearray(payload)
@@ -263,6 +282,27 @@ def test_bit_flips_are_noticed(dtype: torch.dtype, mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("dtype", CODED, ids=name_of)
+@CODING
+def test_bit_flips_without_checksum(dtype: torch.dtype, mode: Mode) -> None:
+    """Other values or an error of ours: no damage makes the reference stumble."""
+    data = bits(golden(dtype))
+    payload = reference.encode(data, known(dtype), mode)
+    other = refused = 0
+    for bit in [*range(8 * 128), *range(8 * 128, 8 * len(payload), 139)]:
+        flipped = bytearray(payload)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            found = reference.decode(bytes(flipped))
+        except ZipcclError:
+            refused += 1
+        else:
+            # No header has room for another tensor in as many bytes.
+            assert found.dtype == data.dtype and found.shape == data.shape, f"bit {bit}"
+            other += not np.array_equal(found, data)
+    assert other > 8 * len(payload) / 139 * 0.5 and refused > 600
+
+
+@pytest.mark.parametrize("dtype", CODED, ids=name_of)
 @pytest.mark.parametrize("mode", list(Mode), ids=["raw", "fast", "dense"])
 def test_golden_payload(dtype: torch.dtype, mode: Mode) -> None:
     """What this version writes is what its first release wrote; ZIPCCL_WRITE_GOLDEN=1 for a new version."""
@@ -272,4 +312,20 @@ def test_golden_payload(dtype: torch.dtype, mode: Mode) -> None:
         path.write_bytes(payload)
     stored = path.read_bytes()
     assert stored == payload
+    assert Header.unpack(stored[:128], len(stored)).checksum is None
     assert np.array_equal(reference.decode(stored), bits(golden(dtype)))
+
+
+def test_golden_sealed_payload() -> None:
+    """Those above are the operators'; this one is of ``codec.encode``, with shape and checksum."""
+    path = GOLDEN / f"v{VERSION}-float32-dense-sealed.bin"
+    x = golden(torch.float32).view(47, 67)
+    payload = codec.encode(x, mode="dense").numpy().tobytes()
+    if os.environ.get("ZIPCCL_WRITE_GOLDEN") == "1" and not path.exists():
+        path.write_bytes(payload)
+    stored = path.read_bytes()
+    assert stored == payload == reference.encode(bits(x), DTYPES["float32"], Mode.DENSE, (47, 67))
+    assert Header.unpack(stored[:128], len(stored)).checksum is not None
+    assert np.array_equal(reference.decode(stored), bits(x))
+    decoded = codec.decode(torch.frombuffer(bytearray(stored), dtype=torch.uint8))
+    assert decoded.dtype == x.dtype and decoded.shape == x.shape and np.array_equal(bits(decoded), bits(x))
