@@ -1,0 +1,116 @@
+"""Device functions shared by the kernels: four bytes at a time in a 32-bit register, and warp scans.
+
+A *quad* is a register of four bytes, one per element. A lane holds 8 quads: quad ``2 g + h`` are the
+elements 4 h to 4 h + 3 of its octet in group g.
+"""
+
+from __future__ import annotations
+
+from ._jit import device, dp4a, prmt, shuffle_up, store_byte, u32, u64
+
+K01, K07, K08, K0F, K1F = u32(0x01010101), u32(0x07070707), u32(0x08080808), u32(0x0F0F0F0F), u32(0x1F1F1F1F)
+K78, K7F, K80, KF8, KFE = u32(0x78787878), u32(0x7F7F7F7F), u32(0x80808080), u32(0xF8F8F8F8), u32(0xFEFEFEFE)
+EVEN, ODD = u32(0x6420), u32(0x7531)  # prmt: bytes 0 and 2, or 1 and 3, of two registers
+
+
+@device
+def byte_mask(flags):
+    """0x80 in a byte -> 0xFF."""
+    return u32(u32(flags - u32(flags >> u32(7))) | flags)
+
+
+@device
+def subtract(a, b):
+    """a - b in each byte, modulo 256.
+
+    >>> 0x05050505 - 0x01050607 = 0x0400FFFE
+    """
+    return u32(u32(u32(a | K80) - u32(b & K7F)) ^ u32(u32(a ^ u32(~b)) & K80))
+
+
+@device
+def nonzero_flags(quad):
+    """0x80 in the bytes that are not 0."""
+    return u32(u32(u32(u32(quad & K7F) + K7F) | quad) & K80)
+
+
+@device
+def above_seven(quad):
+    """0xFF in the bytes of 8 and more."""
+    high = u32(quad & KF8)
+    return byte_mask(u32(u32(u32(u32(high & K78) + K78) | high) & K80))
+
+
+@device
+def nibbles(low, high):
+    """Two quads of values below 16 -> word N of format.py, element j in nibble j."""
+    return prmt(u32(low | u32(low >> u32(4))), u32(high | u32(high >> u32(4))), EVEN)
+
+
+@device
+def inclusive_sum(lane, value):
+    """Sum of the values of this and the lower lanes."""
+    total = value
+    for step in range(5):
+        below = shuffle_up(total, u32(1 << step))
+        if lane >= u32(1 << step):
+            total = u32(total + below)
+    return total
+
+
+@device
+def write_word(address, word):
+    """A word at any address."""
+    for k in range(4):
+        store_byte(address + u64(k), u32(word >> u32(8 * k)))
+
+
+@device
+def plane_word(words, width, w):
+    """Word ``w`` of a lane in a plane of ``width`` bits, from its four words N."""
+    if width == 1:
+        return u32(
+            u32(words[0] | u32(words[1] << u32(1))) | u32(u32(words[2] << u32(2)) | u32(words[3] << u32(3)))
+        )
+    if width == 2:
+        return u32(words[2 * w] | u32(words[2 * w + 1] << u32(2)))
+    if width == 3:
+        return u32(words[w] | u32(u32(words[3] & u32(u32(0x11111111) << u32(w))) << u32(3 - w)))
+    return words[w]
+
+
+@device
+def unpack_words(raw, width, words):
+    """Inverse of plane_word: a lane's words of a plane -> its four words N."""
+    if width == 1:
+        for g in range(4):
+            words[g] = u32(u32(raw[0] >> u32(g)) & u32(0x11111111))
+    elif width == 2:
+        for g in range(4):
+            words[g] = u32(u32(raw[g // 2] >> u32(2 * (g % 2))) & u32(0x33333333))
+    elif width == 3:
+        last = u32(0)
+        for g in range(3):
+            words[g] = u32(raw[g] & u32(0x77777777))
+            last = u32(last | u32(u32(raw[g] >> u32(3 - g)) & u32(u32(0x11111111) << u32(g))))
+        words[3] = last
+    else:
+        for g in range(4):
+            words[g] = raw[g]
+
+
+@device
+def octets(word):
+    """A word N -> its two quads."""
+    low, high = u32(word & K0F), u32(u32(word >> u32(4)) & K0F)
+    return prmt(low, high, u32(0x5140)), prmt(low, high, u32(0x7362))
+
+
+@device
+def nibble_flags(word, width):
+    """Bit j is set where nibble j of a word N has its lowest ``width`` bits set."""
+    full = u32(word & u32(word >> u32(1)))
+    if width == 3:
+        full = u32(full & u32(word >> u32(2)))
+    even, odd = u32(full & K01), u32(u32(full >> u32(4)) & K01)
+    return dp4a(odd, u32(0x80200802), dp4a(even, u32(0x40100401), u32(0)))

@@ -1,0 +1,512 @@
+"""The encoding kernel: one warp a tile, one block a group of 8 tiles, one launch a payload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..format import (
+    GROUP, LOW_BITS, LOW_ESCAPES_FLAG, MODE_SPECS, RAW_FLAG, TILE, VERSION, WIDTH_SHIFT, ZERO_FLAG, DType, Mode,
+    planes,
+)  # fmt: skip
+from ._device import (
+    EVEN, K01, K07, K08, K0F, K1F, K80, KFE, ODD, above_seven, byte_mask, inclusive_sum, nibbles,
+    nonzero_flags, plane_word, subtract, write_word,
+)  # fmt: skip
+from ._jit import (
+    ballot, cuda, divide, dp4a, increment, load_2, load_4, load_4_cached, load_byte, load_state, lowest,
+    popc, prmt, select_bits, shared_address, shared_load, shared_load_byte, shared_or, shared_store,
+    shared_store_byte, shuffle, store_1, store_2, store_byte, store_state, u32, u64, warp_sum,
+)  # fmt: skip
+
+THREADS = 32 * GROUP
+STRIDE = 9  # words between the exponents of two lanes in shared memory: odd, so that no banks collide
+LIST, PACKED = 32 * STRIDE, 32 * STRIDE + 260  # words of a warp's exponents, then of its list of escapes
+SHARED = PACKED + 194  # and of its packed symbols
+SHARED_WORDS = SHARED * GROUP + GROUP + 1  # with the chunk sizes and the base of the group
+AGGREGATE, INCLUSIVE = 1, 2  # what a group's state word holds: its own size, or the end of its chunks
+
+# rank of exponent (top + 2 - u), u = 0..11, in mode dense: two halves of a 16-entry table of bytes
+DENSE_RANKS = {MODE_SPECS[Mode.DENSE].order[r] + 2: r for r in range(12)}
+DENSE_TABLE = [DENSE_RANKS.get(u, 15) for u in range(16)]
+DENSE_TABLE_LOW = sum(r << (4 * u) for u, r in enumerate(DENSE_TABLE[:8]))
+DENSE_TABLE_HIGH = sum(r << (4 * u) for u, r in enumerate(DENSE_TABLE[8:]))
+
+
+def make(dtype: DType, mode: Mode) -> Any:
+    """The kernel for a dtype and mode.
+
+    Launch: max(1, groups of tiles) blocks of THREADS. Arguments, all 64 bits: addresses of x (on 16
+    bytes), of the payload, offsets of its sections in bytes (meta, bases, codes, residual, tail,
+    dynamic), address of the scan's scratch, numel. Reads x once, writes the payload once.
+
+    Scratch: u32 epoch, u32 number of blocks that are done, then from byte 16 one u64 a group. A state
+    word is valid in this launch only if its upper 30 bits are the epoch, which the last block to end
+    moves on: nothing needs clearing between launches, also when a CUDA graph replays one.
+
+    Invariant between blocks: a group's chunks stand behind those of all groups before it, as their
+    state words tell (single-pass scan with look-back; Merrill and Garland 2016), whoever ends first.
+
+    Example, fast: a tile of 1.0 but for one 2**-7 at element 300 (lane 5, group 1, j = 4) has mean
+    exponent 126.99, top = 129, codes 2; 2**-7 is top - 9, code 7, rank 9, symbol 9 - 7 = 2: its chunk
+    is the byte 0x02.
+    """
+    spec = MODE_SPECS[mode]
+    ITEM, EXPONENT_BITS, RESIDUAL_BITS, LOW = dtype.itemsize, dtype.exponent_bits, dtype.residual_bits, dtype.low_bits
+    CODE_BITS, LEVEL_BITS, LEVELS = spec.code_bits, spec.level_bits, spec.levels
+    CODE_MASK, LEVEL_ESCAPE = (1 << CODE_BITS) - 1, (1 << LEVEL_BITS) - 1
+    REST_BITS = EXPONENT_BITS - CODE_BITS
+    REST_PLANES = planes(REST_BITS)
+    REST_0, REST_1 = REST_PLANES[0], (REST_PLANES[1] if len(REST_PLANES) > 1 else 0)
+    TOP, ZERO_MIN = spec.top_16ths, spec.zero_min
+    FAST = mode == Mode.FAST
+    KIND = VERSION | dtype.code << 16 | int(mode) << 24
+    UNIT = 4 if LOW else 1
+
+    @cuda.jit(device=True, inline="always")
+    def level_1(tops, quad, zero):
+        """Codes of a quad: min(rank, CODE_MASK) in each byte."""
+        d = subtract(tops, quad)
+        if FAST:
+            code = u32(u32(d | above_seven(d)) & K07)
+        else:
+            high = u32(d & u32(0xFCFCFCFC))
+            flags = u32(u32(u32(u32(high & u32(0x7C7C7C7C)) + u32(0x7C7C7C7C)) | high) & K80)
+            code = u32(u32(d | byte_mask(flags)) & u32(0x03030303))
+        if zero:
+            # One rank down, and exponent 0 first.
+            code = u32(code + K01)
+            code = u32(code - u32(u32(code >> u32(CODE_BITS)) & K01))
+            code = u32(code & byte_mask(nonzero_flags(quad)))
+        return code
+
+    @cuda.jit(device=True, inline="always")
+    def rank(top, exponent, zero):
+        """Rank of an exponent that is an escape of level 1; 15 or 255, plus one, where it has none."""
+        d = u32(u32(top - exponent) & u32(255))
+        if FAST:
+            r = u32(255)
+            if d < u32(20):
+                r = d
+            elif d >= u32(254):
+                r = u32(u32(275) - d)
+        else:
+            u = u32(u32(d + u32(2)) & u32(255))
+            r = u32(15)
+            if u < u32(8):
+                r = u32(u32(u32(DENSE_TABLE_LOW) >> u32(u << u32(2))) & u32(15))
+            elif u < u32(16):
+                r = u32(u32(u32(DENSE_TABLE_HIGH) >> u32(u32(u - u32(8)) << u32(2))) & u32(15))
+        return u32(r + zero)
+
+    @cuda.jit(device=True, inline="always")
+    def quads_of_field(source, shift, width, words):
+        """The words N of bits shift .. shift + width - 1 of eight quads."""
+        mask = u32(u32((1 << width) - 1) * K01)
+        for g in range(4):
+            words[g] = nibbles(u32(u32(source[2 * g] >> u32(shift)) & mask), u32(u32(source[2 * g + 1] >> u32(shift)) & mask))
+
+    @cuda.jit(device=True, inline="always")
+    def load_tile(at, lane, residual_0, residual_1, exponents, lows):
+        """Loads a lane's elements, stores their residual planes, leaves exponents and low halves."""
+        rest = cuda.local.array(8, u32)
+        for g in range(4):
+            if ITEM == 1:
+                a, b = load_2(at + u64(256 * g) + u64(lane) * u64(8))
+                a = select_bits(KFE, u32(a << u32(1)), u32(a >> u32(7)))
+                b = select_bits(KFE, u32(b << u32(1)), u32(b >> u32(7)))
+                mask = u32(u32((1 << EXPONENT_BITS) - 1) * K01)
+                exponents[2 * g] = u32(u32(a >> u32(RESIDUAL_BITS)) & mask)
+                exponents[2 * g + 1] = u32(u32(b >> u32(RESIDUAL_BITS)) & mask)
+                rest[2 * g] = a
+                rest[2 * g + 1] = b
+            else:
+                if LOW:
+                    w0, w1, w2, w3 = load_4_cached(at + u64(1024 * g) + u64(lane) * u64(32))
+                    w4, w5, w6, w7 = load_4_cached(at + u64(1024 * g + 16) + u64(lane) * u64(32))
+                    a, b = prmt(w0, w1, u32(0x7632)), prmt(w2, w3, u32(0x7632))
+                    c, d = prmt(w4, w5, u32(0x7632)), prmt(w6, w7, u32(0x7632))
+                    lows[4 * g] = prmt(w0, w1, u32(0x5410))
+                    lows[4 * g + 1] = prmt(w2, w3, u32(0x5410))
+                    lows[4 * g + 2] = prmt(w4, w5, u32(0x5410))
+                    lows[4 * g + 3] = prmt(w6, w7, u32(0x5410))
+                else:
+                    a, b, c, d = load_4(at + u64(512 * g) + u64(lane) * u64(16))
+                a = select_bits(u32(0xFFFEFFFE), u32(a << u32(1)), u32(a >> u32(15)))
+                b = select_bits(u32(0xFFFEFFFE), u32(b << u32(1)), u32(b >> u32(15)))
+                c = select_bits(u32(0xFFFEFFFE), u32(c << u32(1)), u32(c >> u32(15)))
+                d = select_bits(u32(0xFFFEFFFE), u32(d << u32(1)), u32(d >> u32(15)))
+                store_2(residual_0 + u64(256 * g) + u64(lane) * u64(8), prmt(a, b, EVEN), prmt(c, d, EVEN))
+                high_0, high_1 = prmt(a, b, ODD), prmt(c, d, ODD)
+                if EXPONENT_BITS == 8:
+                    exponents[2 * g] = high_0
+                    exponents[2 * g + 1] = high_1
+                else:
+                    exponents[2 * g] = u32(u32(high_0 >> u32(3)) & K1F)
+                    exponents[2 * g + 1] = u32(u32(high_1 >> u32(3)) & K1F)
+                    rest[2 * g] = high_0
+                    rest[2 * g + 1] = high_1
+        if EXPONENT_BITS != 8:
+            width = 3 if ITEM == 2 else RESIDUAL_BITS
+            words = cuda.local.array(4, u32)
+            quads_of_field(rest, 0, width, words)
+            for w in range(width):
+                store_1(residual_1 + u64(128 * w) + u64(lane) * u64(4), plane_word(words, width, w))
+
+    @cuda.jit(device=True, inline="always")
+    def find_top(exponents):
+        """(top, 1 if exponent 0 comes first else 0), as format.py defines them."""
+        total = u32(0)
+        for q in range(8):
+            total = dp4a(exponents[q], K01, total)
+        count = u32(0)
+        for q in range(8):
+            count = dp4a(u32(nonzero_flags(exponents[q]) >> u32(7)), K01, count)
+        packed = warp_sum(u32(total + u32(count << u32(18))))
+        total, nonzero = u32(packed & u32(0x3FFFF)), u32(packed >> u32(18))
+        top = u32(0)
+        if nonzero != u32(0):
+            top = divide(u32(u32(total << u32(4)) + u32(u32(TOP) * nonzero)), u32(nonzero << u32(4)))
+        zero = u32(0)
+        if u32(u32(TILE) - nonzero) >= u32(ZERO_MIN):
+            zero = u32(1)
+        return u32(top & u32(255)), zero
+
+    @cuda.jit(device=True, inline="always")
+    def next_level(base, lane, top, zero, length, symbol_base, rank_base):
+        """One level: packs the symbols of the list and leaves those that go further; their number."""
+        kept = u32(0)
+        start = u32(0)
+        while start < length:
+            mine = u32(start + u32(lane << u32(2)))
+            quad = shared_load(u32(base + u32(4 * LIST) + mine))
+            symbols, further = u32(0), u32(0)
+            for k in range(4):
+                if u32(mine + u32(k)) < length:
+                    r = rank(top, u32(u32(quad >> u32(8 * k)) & u32(255)), zero)
+                    symbol = u32(r - rank_base)
+                    if symbol >= u32(LEVEL_ESCAPE):
+                        symbol = u32(LEVEL_ESCAPE)
+                        further = u32(further | u32(u32(1) << u32(k)))
+                    symbols = u32(symbols | u32(symbol << u32(LEVEL_BITS * k)))
+            if mine < length:
+                bit = u32(u32(symbol_base + mine) * u32(LEVEL_BITS))
+                word = u32(base + u32(4 * PACKED) + u32(u32(bit >> u32(5)) << u32(2)))
+                shift = u32(bit & u32(31))
+                shared_or(word, u32(symbols << shift))
+                if shift > u32(32 - 4 * LEVEL_BITS):
+                    shared_or(u32(word + u32(4)), u32(symbols >> u32(u32(32) - shift)))
+            number = popc(further)
+            sums = inclusive_sum(lane, number)
+            cuda.syncwarp()
+            at = u32(u32(kept + sums) - number)
+            for k in range(4):
+                if u32(u32(further >> u32(k)) & u32(1)) != u32(0):
+                    shared_store_byte(u32(u32(base + u32(4 * LIST)) + at), u32(u32(quad >> u32(8 * k)) & u32(255)))
+                    at = u32(at + u32(1))
+            kept = u32(kept + shuffle(sums, u32(31)))
+            start = u32(start + u32(128))
+            cuda.syncwarp()
+        return kept
+
+    @cuda.jit(device=True, inline="always")
+    def encode_exponents(base, lane, exponents, codes):
+        """Stores a tile's code plane; (top, flags, bytes of packed symbols, bytes of the list behind them)."""
+        top, zero = find_top(exponents)
+        tops = u32(top * K01)
+        words = cuda.local.array(4, u32)
+        escapes = u32(0)
+        for g in range(4):
+            low, high = level_1(tops, exponents[2 * g], zero), level_1(tops, exponents[2 * g + 1], zero)
+            words[g] = nibbles(low, high)
+            # Eight flags, 1 << CODE_BITS in each byte of an escape, become the octet's bits of the mask.
+            flags_low = u32(u32(low + K01) & u32((1 << CODE_BITS) * 0x01010101))
+            flags_high = u32(u32(high + K01) & u32((1 << CODE_BITS) * 0x01010101))
+            eight = dp4a(flags_high, u32(0x80402010), dp4a(flags_low, u32(0x08040201), u32(0)))
+            escapes = u32(escapes | u32(u32(eight >> u32(CODE_BITS)) << u32(8 * g)))
+        for w in range(CODE_BITS):
+            store_1(codes + u64(128 * w) + u64(lane) * u64(4), plane_word(words, CODE_BITS, w))
+
+        number = popc(escapes)
+        sums = inclusive_sum(lane, number)
+        length = shuffle(sums, u32(31))
+        mine = u32(base + u32(lane * u32(4 * STRIDE)))
+        for q in range(8):
+            shared_store(u32(mine + u32(4 * q)), exponents[q])
+        w = lane
+        limit = u32(u32(u32(length * u32(LEVEL_BITS * (LEVELS - 1))) + u32(31)) >> u32(5))
+        while w <= limit:
+            shared_store(u32(u32(base + u32(4 * PACKED)) + u32(w << u32(2))), u32(0))
+            w = u32(w + u32(32))
+        at = u32(u32(base + u32(4 * LIST)) + u32(sums - number))
+        while escapes != u32(0):
+            k = lowest(escapes)
+            escapes = u32(escapes & u32(escapes - u32(1)))
+            shared_store_byte(at, shared_load_byte(u32(mine + k)))
+            at = u32(at + u32(1))
+        cuda.syncwarp()
+        symbols = u32(0)
+        base_rank = u32(CODE_MASK)
+        for level in range(1, LEVELS):
+            if length != u32(0):
+                further = next_level(base, lane, top, zero, length, symbols, base_rank)
+                symbols = u32(symbols + length)
+                base_rank = u32(base_rank + u32(LEVEL_ESCAPE))
+                length = further
+        symbol_bytes = u32(u32(u32(symbols * u32(LEVEL_BITS)) + u32(7)) >> u32(3))
+        flags = u32(ZERO_FLAG) if zero != u32(0) else u32(0)
+        if u32(symbol_bytes + length) > u32(TILE // 8 * REST_BITS):
+            flags = u32(RAW_FLAG)
+            symbol_bytes = u32(TILE // 8 * REST_BITS)
+            length = u32(0)
+            quads_of_field(exponents, 0, CODE_BITS, words)
+            for w in range(CODE_BITS):
+                store_1(codes + u64(128 * w) + u64(lane) * u64(4), plane_word(words, CODE_BITS, w))
+        return top, flags, symbol_bytes, length
+
+    @cuda.jit(device=True, inline="always")
+    def write_exponents(base, lane, exponents, flags, symbol_bytes, length, at):
+        """The dynamic bytes of a tile's exponents."""
+        if u32(flags & u32(RAW_FLAG)) != u32(0):
+            words = cuda.local.array(4, u32)
+            quads_of_field(exponents, CODE_BITS, REST_0, words)
+            for w in range(REST_0):
+                write_word(at + u64(128 * w) + u64(lane) * u64(4), plane_word(words, REST_0, w))
+            if REST_1:
+                quads_of_field(exponents, CODE_BITS + REST_0, REST_1, words)
+                for w in range(REST_1):
+                    write_word(at + u64(128 * (REST_0 + w)) + u64(lane) * u64(4), plane_word(words, REST_1, w))
+        else:
+            k = lane
+            while k < symbol_bytes:
+                store_byte(at + u64(k), shared_load_byte(u32(u32(base + u32(4 * PACKED)) + k)))
+                k = u32(k + u32(32))
+            k = lane
+            while k < length:
+                store_byte(at + u64(u32(symbol_bytes + k)), shared_load_byte(u32(u32(base + u32(4 * LIST)) + k)))
+                k = u32(k + u32(32))
+
+    @cuda.jit(device=True, inline="always")
+    def choose_width(lows):
+        """(width, number of escapes) of the low bits, as format.py defines them."""
+        best, width, escapes = u32(TILE * LOW_BITS), u32(LOW_BITS), u32(0)
+        w = u32(0)
+        while w < u32(LOW_BITS) and u32(w << u32(10)) < best:
+            mask = u32(u32(u32(0xFFFF) >> w) * u32(0x10001))
+            outside = u32(0)
+            for k in range(16):
+                v = u32(lows[k] & mask)
+                outside = u32(outside + popc(u32(u32(u32(u32(v & u32(0x7FFF7FFF)) + u32(0x7FFF7FFF)) | v) & u32(0x80008000))))
+            outside = warp_sum(outside)
+            cost = u32(u32(w << u32(10)) + u32(outside << u32(5)))
+            if outside != u32(0):
+                cost = u32(cost + u32(32))
+            if cost < best or (cost == best and w < width):
+                best, width, escapes = cost, w, outside
+            w = u32(w + u32(1))
+        return width, escapes
+
+    @cuda.jit(device=True, inline="always")
+    def write_low(lane, lows, width, escapes, at):
+        """Planes of the low bits, then the elements that do not fit."""
+        quads, words = cuda.local.array(8, u32), cuda.local.array(4, u32)
+        shift = u32(u32(LOW_BITS) - width)
+        left = width
+        position = at
+        while left != u32(0):
+            # Bits shift .. of every half, as bytes.
+            for q in range(8):
+                quads[q] = prmt(u32(lows[2 * q] >> shift), u32(lows[2 * q + 1] >> shift), EVEN)
+            if left >= u32(8):
+                for g in range(4):
+                    store_1(position + u64(256 * g) + u64(lane) * u64(8), quads[2 * g])
+                    store_1(position + u64(256 * g + 4) + u64(lane) * u64(8), quads[2 * g + 1])
+                plane = u32(8)
+            elif left >= u32(4):
+                quads_of_field(quads, 0, 4, words)
+                for w in range(4):
+                    store_1(position + u64(128 * w) + u64(lane) * u64(4), words[w])
+                plane = u32(4)
+            elif left == u32(3):
+                quads_of_field(quads, 0, 3, words)
+                for w in range(3):
+                    store_1(position + u64(128 * w) + u64(lane) * u64(4), plane_word(words, 3, w))
+                plane = u32(3)
+            elif left == u32(2):
+                quads_of_field(quads, 0, 2, words)
+                for w in range(2):
+                    store_1(position + u64(128 * w) + u64(lane) * u64(4), plane_word(words, 2, w))
+                plane = u32(2)
+            else:
+                quads_of_field(quads, 0, 1, words)
+                store_1(position + u64(lane) * u64(4), plane_word(words, 1, 0))
+                plane = u32(1)
+            position += u64(u32(plane << u32(7)))
+            shift = u32(shift + plane)
+            left = u32(left - plane)
+        if escapes != u32(0):
+            if lane == u32(0):
+                store_1(position, escapes)
+            position += u64(4)
+            mask = u32(u32(0xFFFF) >> width)
+            for g in range(4):
+                number = u32(0)
+                for k in range(8):
+                    half = u32(u32(lows[4 * g + k // 2] >> u32(16 * (k % 2))) & u32(0xFFFF))
+                    if u32(half & mask) != u32(0):
+                        number = u32(number + u32(1))
+                sums = inclusive_sum(lane, number)
+                entry = position + u64(u32(u32(sums - number) << u32(2)))
+                for k in range(8):
+                    half = u32(u32(lows[4 * g + k // 2] >> u32(16 * (k % 2))) & u32(0xFFFF))
+                    if u32(half & mask) != u32(0):
+                        place = u32(u32(u32(256 * g + k) + u32(lane << u32(3))) << u32(16))
+                        store_1(entry, u32(place | half))
+                        entry += u64(4)
+                position += u64(u32(shuffle(sums, u32(31)) << u32(2)))
+
+    @cuda.jit(device=True, inline="always")
+    def look_back(lane, scratch, group, size):
+        """Sum of the sizes of all groups before; publishes this one's. A whole warp calls it."""
+        epoch = u64(u64(load_state(scratch) & u64(0x3FFFFFFF)) << u64(34))
+        states = scratch + u64(16)
+        before = u32(0)
+        if group != u64(0):
+            if lane == u32(0):
+                store_state(states + group * u64(8), u64(epoch | u64(AGGREGATE << 32) | u64(size)))
+            window = group
+            done = u32(0)
+            while done == u32(0):
+                ready = u32(0)
+                status, value = u32(0), u32(0)
+                while ready == u32(0):
+                    status, value = u32(INCLUSIVE), u32(0)
+                    if u64(lane) < window:
+                        state = load_state(states + u64(window - u64(1) - u64(lane)) * u64(8))
+                        value = u32(state & u64(0xFFFFFFFF))
+                        status = u32(0)
+                        if u64(state & u64(0xFFFFFFFC00000000)) == epoch:
+                            status = u32(u32(state >> u64(32)) & u32(3))
+                    ends = ballot(u32(status & u32(INCLUSIVE)))
+                    missing = ballot(u32(status == u32(0)))
+                    if ends != u32(0):
+                        missing = u32(missing & u32(u32(ends & u32(-ends & 0xFFFFFFFF)) - u32(1)))
+                    if missing == u32(0):
+                        ready = u32(1)
+                if ends != u32(0):
+                    if lane > lowest(ends):
+                        value = u32(0)
+                    done = u32(1)
+                before = u32(before + warp_sum(value))
+                window = u64(window - u64(32))
+        if lane == u32(0):
+            store_state(states + group * u64(8), u64(epoch | u64(INCLUSIVE << 32) | u64(u32(before + size))))
+        return before
+
+    @cuda.jit(device=True, inline="always")
+    def write_rest(x, payload, meta, bases, codes, tail, dynamic, num_tiles, numel, dynamic_bytes):
+        """Header, gaps and tail, by the last block."""
+        thread = u32(cuda.threadIdx.x)
+        if thread < u32(32):
+            word = u32(0)
+            if thread == u32(0):
+                word = u32(0x4C43435A)  # "ZCCL"
+            elif thread == u32(1):
+                word = u32(KIND)
+            elif thread == u32(2) or thread == u32(8):
+                word = u32(numel)
+            elif thread == u32(3) or thread == u32(9):
+                word = u32(numel >> u64(32))
+            elif thread == u32(4):
+                word = u32(dynamic_bytes)
+            elif thread == u32(5):
+                word = u32(dynamic_bytes >> u64(32))
+            elif thread == u32(7):
+                word = u32(1 << 16)
+            store_1(payload + u64(thread) * u64(4), word)
+        end = payload + meta + num_tiles * u64(4) + u64(thread) * u64(4)
+        if end < payload + bases:
+            store_1(end, u32(0))
+        end = payload + bases + u64((num_tiles + u64(7)) >> u64(3)) * u64(4) + u64(thread) * u64(4)
+        if end < payload + codes:
+            store_1(end, u32(0))
+        source = x + num_tiles * u64(TILE * ITEM)
+        left = u64(numel * u64(ITEM)) - num_tiles * u64(TILE * ITEM)
+        k = u64(thread)
+        while k < u64(dynamic - tail):
+            byte = u32(0)
+            if k < left:
+                byte = load_byte(source + k)
+            store_byte(payload + tail + k, byte)
+            k += u64(THREADS)
+
+    def kernel(x, payload, meta, bases, codes, residual, tail, dynamic, scratch, numel):
+        lane = u32(cuda.threadIdx.x & 31)
+        warp = u32(cuda.threadIdx.x >> 5)
+        group = u64(cuda.blockIdx.x)
+        num_tiles = u64(numel >> u64(10))
+        tile = u64(group * u64(GROUP) + u64(warp))
+        active = tile < num_tiles
+        shared = cuda.shared.array(SHARED_WORDS, u32)
+        base = u32(shared_address(shared) + u32(warp * u32(4 * SHARED)))
+        sizes = u32(shared_address(shared) + u32(4 * SHARED * GROUP))
+        exponents, lows = cuda.local.array(8, u32), cuda.local.array(16, u32)
+        top, flags, symbol_bytes, length = u32(0), u32(0), u32(0), u32(0)
+        width, escapes, low_bytes, size = u32(0), u32(0), u32(0), u32(0)
+        if active:
+            first_plane = payload + residual + tile * u64(TILE)
+            second_plane = payload + residual + tile * u64(TILE // 8 * RESIDUAL_BITS)
+            if ITEM == 2:
+                second_plane = payload + residual + num_tiles * u64(TILE) + tile * u64(TILE // 8 * 3)
+            load_tile(x + tile * u64(TILE * ITEM), lane, first_plane, second_plane, exponents, lows)
+            at = payload + codes + tile * u64(TILE // 8 * CODE_BITS)
+            top, flags, symbol_bytes, length = encode_exponents(base, lane, exponents, at)
+            if LOW:
+                width, escapes = choose_width(lows)
+                low_bytes = u32(width << u32(7))
+                if escapes != u32(0):
+                    low_bytes = u32(low_bytes + u32(u32(escapes + u32(1)) << u32(2)))
+                    flags = u32(flags | u32(LOW_ESCAPES_FLAG))
+                flags = u32(flags | u32(width << u32(WIDTH_SHIFT)))
+            size = u32(u32(low_bytes + symbol_bytes) + length)
+            size = u32(u32(size + u32(UNIT - 1)) & u32(0xFFFFFFFF - (UNIT - 1)))
+        if lane == u32(0):
+            shared_store(u32(sizes + u32(warp << u32(2))), size)
+        cuda.syncthreads()
+        offset, total = u32(0), u32(0)
+        for w in range(GROUP):
+            one = shared_load(u32(sizes + u32(4 * w)))
+            if u32(w) < warp:
+                offset = u32(offset + one)
+            total = u32(total + one)
+        padded = u32(u32(total + u32(3)) & u32(0xFFFFFFFC))
+        if active and lane == u32(0):
+            store_1(payload + meta + tile * u64(4), u32(offset | u32(u32(top << u32(16)) | u32(flags << u32(24)))))
+        if warp == u32(0):
+            before = look_back(lane, scratch, group, u32(padded >> u32(2)))
+            if lane == u32(0):
+                shared_store(u32(sizes + u32(4 * GROUP)), before)
+                if num_tiles != u64(0):
+                    store_1(payload + bases + group * u64(4), before)
+        cuda.syncthreads()
+        start = u64(shared_load(u32(sizes + u32(4 * GROUP)))) * u64(4)
+        if active:
+            at = payload + dynamic + start + u64(offset)
+            if LOW:
+                write_low(lane, lows, width, escapes, at)
+                at += u64(low_bytes)
+            write_exponents(base, lane, exponents, flags, symbol_bytes, length, at)
+            # Bytes between this chunk and the next, or the end of the group.
+            end = u32(u32(low_bytes + symbol_bytes) + length)
+            pad = u32(size - end)
+            if warp == u32(GROUP - 1) or tile == num_tiles - u64(1):
+                pad = u32(u32(padded - offset) - end)
+            if lane < pad:
+                store_byte(payload + dynamic + start + u64(u32(offset + end)) + u64(lane), u32(0))
+        if cuda.blockIdx.x == cuda.gridDim.x - 1:
+            write_rest(x, payload, meta, bases, codes, tail, dynamic, num_tiles, numel, start + u64(padded))
+        if cuda.threadIdx.x == 0:
+            last = u32(cuda.gridDim.x - 1)
+            if increment(scratch + u64(4), last) == last:
+                store_1(scratch, u32(u32(load_state(scratch) & u64(0x3FFFFFFF)) + u32(1)))
+
+    return kernel

@@ -1,0 +1,215 @@
+"""Launchers: from torch tensors to kernel arguments, on torch's current stream, without waiting for the device.
+
+A kernel is compiled to PTX once for a dtype, mode and compute capability, kept on disk (the second
+process does not start Numba's compiler), and launched through the driver with its arguments packed
+into one buffer: a few microseconds, where Numba's own launch of torch tensors takes a hundred.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import struct
+import tempfile
+import threading
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CorruptPayload
+from ..format import DTYPES, GROUP, HEADER_BYTES, Header, Layout, Mode, layout
+
+THREADS = 32 * GROUP
+MIN_CAPABILITY = (8, 0)  # redux.sync, and L1 hints on loads
+ENCODE_ARGUMENTS, DECODE_ARGUMENTS = 10, 11
+SCAN_HEAD_BYTES = 16  # of the encoder's scratch, before a state word a group
+
+
+@cache
+def missing() -> str | None:
+    """Why the kernels cannot run here, in one line; None if they can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    try:
+        import cuda.bindings.driver
+        import numba.cuda  # noqa: F401
+    except ImportError as error:
+        return f"numba-cuda is not installed ({error}); pip install zipccl_hooks[cu13] or [cu12]"
+    return None
+
+
+# Compilation
+
+
+def _cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "zipccl_hooks"
+
+
+def _sources() -> bytes:
+    here = Path(__file__).parent
+    return b"".join(path.read_bytes() for path in sorted((*here.glob("*.py"), here.parent / "format.py")))
+
+
+def compiled_ptx(kind: str, dtype_name: str, mode: Mode, capability: tuple[int, int]) -> str:
+    """PTX of the encode or decode kernel of a dtype and mode; from disk if these sources made it before."""
+    import importlib.metadata
+
+    key = hashlib.sha256(_sources())
+    key.update(importlib.metadata.version("numba-cuda").encode())
+    name = f"{kind}-{dtype_name}-{mode.name.lower()}-{capability[0]}{capability[1]}-{key.hexdigest()[:16]}.ptx"
+    path = _cache_directory() / name
+    try:
+        return path.read_text()
+    except OSError:
+        pass
+    from . import _jit, decode, encode
+
+    module, arguments = {"encode": (encode, ENCODE_ARGUMENTS), "decode": (decode, DECODE_ARGUMENTS)}[kind]
+    text = _jit.compile_ptx(module.make(DTYPES[dtype_name], mode), arguments, capability)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)  # another process may write the same
+    except OSError:
+        pass  # a read-only home only costs the compilation again
+    return text
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """The value of a driver call; RuntimeError with the driver's name of what failed."""
+    from cuda.bindings import driver
+
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA driver: {status.name}")
+    return values[0] if values else None
+
+
+@lru_cache(maxsize=None)
+def _function(kind: str, dtype_name: str, mode: Mode, device: int) -> Any:
+    """The loaded kernel on a device."""
+    from cuda.bindings import driver
+
+    if (why := missing()) is not None:
+        raise RuntimeError(f"zipccl CUDA codec: {why}")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        raise RuntimeError(f"zipccl CUDA codec: needs compute capability 8.0, device {device} has {capability}")
+    text = compiled_ptx(kind, dtype_name, mode, capability)
+    (entry,) = re.findall(r"\.visible \.entry (\w+)\(", text)
+    with torch.cuda.device(device):
+        torch.zeros(1, device=device)  # the driver loads into the context that torch has made
+        module = _checked(driver.cuModuleLoadData(text.encode() + b"\0"))
+        return _checked(driver.cuModuleGetFunction(module, entry.encode()))
+
+
+class _Arguments(threading.local):
+    """A thread's buffer of 64-bit kernel arguments and the pointers to them that a launch takes."""
+
+    def __init__(self) -> None:
+        self.values = (ctypes.c_uint64 * 16)()
+        start = ctypes.addressof(self.values)
+        self.pointers = (ctypes.c_void_p * 16)(*(start + 8 * k for k in range(16)))
+        self.address = ctypes.addressof(self.pointers)
+        self.packers = {n: struct.Struct(f"{n}Q").pack_into for n in (ENCODE_ARGUMENTS, DECODE_ARGUMENTS)}
+
+
+_arguments = _Arguments()
+
+
+def _launch(function: Any, blocks: int, device: int, *arguments: int) -> None:
+    from cuda.bindings import driver
+
+    _arguments.packers[len(arguments)](_arguments.values, 0, *arguments)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    (status,) = driver.cuLaunchKernel(
+        function, blocks, 1, 1, THREADS, 1, 1, 0, stream, _arguments.address, 0
+    )
+    if status != 0:
+        raise RuntimeError(f"CUDA driver: {status.name}")
+
+
+# Scratch
+
+
+_scratch: dict[tuple[int, int], Tensor] = {}
+
+
+def _scan_scratch(device: int, blocks: int) -> Tensor:
+    """Zeroed scratch for the encoder's scan; kept per stream, since launches of one stream follow each other."""
+    num_words = SCAN_HEAD_BYTES // 8 + blocks
+    if torch.cuda.is_current_stream_capturing():
+        # Not kept: its memory and its zeroing belong to the graph.
+        return torch.zeros(num_words, dtype=torch.int64, device=device)
+    key = (device, torch._C._cuda_getCurrentRawStream(device))
+    held = _scratch.get(key)
+    if held is None or len(held) < num_words:
+        held = _scratch[key] = torch.zeros(max(num_words, 4096), dtype=torch.int64, device=device)
+    return held
+
+
+@lru_cache(maxsize=None)
+def corrupt_flag(device: int) -> Tensor:
+    """int32[1] on the device, 1 once a decoder met a payload that contradicts itself."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+# The launchers
+
+
+@lru_cache(maxsize=4096)
+def _layout(numel: int, dtype_name: str, mode: Mode) -> Layout:
+    return layout(numel, DTYPES[dtype_name], mode)
+
+
+def _blocks(lay: Layout) -> int:
+    return max(1, -(-lay.num_tiles // GROUP))
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def encode(x: Tensor, mode: Mode, payload: Tensor, dtype_name: str) -> None:
+    """Starts encoding contiguous ``x`` into ``payload``, which starts on 16 bytes and holds the layout's max_bytes."""
+    device = x.get_device()
+    lay = _layout(x.numel(), dtype_name, mode)
+    if mode == Mode.RAW:
+        header = Header(lay.dtype, mode, lay.numel, 0, (lay.numel,)).pack()
+        payload[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8), non_blocking=False)
+        payload[HEADER_BYTES : lay.static_bytes].copy_(x.view(-1).view(torch.uint8))
+        return
+    x = _aligned(x)
+    blocks = _blocks(lay)
+    _launch(
+        _function("encode", dtype_name, mode, device), blocks, device,
+        x.data_ptr(), payload.data_ptr(), lay.meta, lay.bases, lay.codes, lay.residual, lay.tail,
+        lay.static_bytes, _scan_scratch(device, blocks).data_ptr(), lay.numel,
+    )  # fmt: skip
+
+
+def decode(payload: Tensor, mode: Mode, out: Tensor, dtype_name: str) -> None:
+    """Starts decoding a payload of a known mode into contiguous ``out``; see corrupt_flag."""
+    device = out.get_device()
+    lay = _layout(out.numel(), dtype_name, mode)
+    if payload.numel() < lay.static_bytes:
+        raise CorruptPayload(f"payload size: expected at least {lay.static_bytes} bytes, got {payload.numel()}")
+    if mode == Mode.RAW:
+        out.view(-1).view(torch.uint8).copy_(payload[HEADER_BYTES : lay.static_bytes])
+        return
+    payload = _aligned(payload)
+    target = out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
+    _launch(
+        _function("decode", dtype_name, mode, device), _blocks(lay), device,
+        payload.data_ptr(), payload.numel(), lay.meta, lay.bases, lay.codes, lay.residual, lay.tail,
+        lay.static_bytes, target.data_ptr(), lay.numel, corrupt_flag(device).data_ptr(),
+    )  # fmt: skip
+    if target is not out:
+        out.copy_(target)
