@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from ._jit import device, dp4a, prmt, shuffle_up, store_byte, u32, u64
 
-K01, K07, K08, K0F, K1F = u32(0x01010101), u32(0x07070707), u32(0x08080808), u32(0x0F0F0F0F), u32(0x1F1F1F1F)
-K78, K7F, K80, KF8, KFE = u32(0x78787878), u32(0x7F7F7F7F), u32(0x80808080), u32(0xF8F8F8F8), u32(0xFEFEFEFE)
+K01, K0F, K1F = u32(0x01010101), u32(0x0F0F0F0F), u32(0x1F1F1F1F)
+K7F, K80, KFE = u32(0x7F7F7F7F), u32(0x80808080), u32(0xFEFEFEFE)
 EVEN, ODD = u32(0x6420), u32(0x7531)  # prmt: bytes 0 and 2, or 1 and 3, of two registers
 
 
 @device
-def byte_mask(flags):
-    """0x80 in a byte -> 0xFF."""
-    return u32(u32(flags - u32(flags >> u32(7))) | flags)
+def eight_bits(low, high):
+    """0 or 1 in each byte of two quads -> bits 0 to 7."""
+    return dp4a(high, u32(0x80402010), dp4a(low, u32(0x08040201), u32(0)))
 
 
 @device
@@ -29,16 +29,16 @@ def subtract(a, b):
 
 
 @device
-def nonzero_flags(quad):
-    """0x80 in the bytes that are not 0."""
-    return u32(u32(u32(u32(quad & K7F) + K7F) | quad) & K80)
+def below(quad, bound):
+    """1 in the bytes less than ``bound``, a number up to 128, else 0."""
+    reached = u32(u32(u32(quad & K7F) + u32(u32(u32(0x80) - bound) * K01)) | quad)
+    return u32(u32(u32(~reached) >> u32(7)) & K01)
 
 
 @device
-def above_seven(quad):
-    """0xFF in the bytes of 8 and more."""
-    high = u32(quad & KF8)
-    return byte_mask(u32(u32(u32(u32(high & K78) + K78) | high) & K80))
+def nonzero_flags(quad):
+    """0x80 in the bytes that are not 0."""
+    return u32(u32(u32(u32(quad & K7F) + K7F) | quad) & K80)
 
 
 @device

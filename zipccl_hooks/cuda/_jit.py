@@ -93,6 +93,7 @@ store_byte = ptx("st.global.u8 [$0], $1;", (u64, u32), memory=True)
 store_half = ptx("st.global.u16 [$0], $1;", (u64, u32), memory=True)
 load_state = ptx("ld.relaxed.gpu.global.u64 $0, [$1];", (u64,), u64, memory=True)
 store_state = ptx("st.relaxed.gpu.global.u64 [$0], $1;", (u64, u64), memory=True)
+take = ptx("atom.relaxed.gpu.global.add.u32 $0, [$1], $2;", (u64, u32), u32, memory=True)
 increment = ptx("atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;", (u64, u32), u32, memory=True)  # wraps after $2
 
 # Shared memory, by its own 32-bit addresses.

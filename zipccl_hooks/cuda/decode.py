@@ -8,9 +8,9 @@ from ..format import (
     GROUP, LOW_BITS, LOW_ESCAPES_FLAG, MODE_SPECS, RAW_FLAG, TILE, VERSION, WIDTH_SHIFT, ZERO_FLAG, DType, Mode,
     planes,
 )  # fmt: skip
-from ._device import K01, K7F, K80, inclusive_sum, nibble_flags, octets, subtract, unpack_words
+from ._device import K01, K7F, inclusive_sum, nibble_flags, octets, subtract, unpack_words
 from ._jit import (
-    ballot, cuda, load_1, load_2, load_byte, lowest, popc, prmt, select_bits, shared_address, shared_load,
+    ballot, cuda, dp4a, load_1, load_2, load_byte, lowest, popc, prmt, select_bits, shared_address, shared_load,
     shared_load_byte, shared_load_half, shared_store, shared_store_byte, shared_store_half, shuffle, store_1,
     store_2, store_4, store_byte, store_half, u32, u64,
 )  # fmt: skip
@@ -47,21 +47,42 @@ def make(dtype: DType, mode: Mode) -> Any:
     ORDER_HIGH = sum((d % 16) << (4 * r) for r, d in enumerate(spec.order[8:16]))
 
     @cuda.jit(device=True, inline="always")
-    def exponent_of(top, rank, zero):
-        """The exponent of a rank beyond level 1."""
-        r = u32(rank - zero)
+    def table_of_level(top, zero, rank_base, table):
+        """Exponents by symbol of a level beyond the first, as bytes of four registers."""
         if FAST:
-            d = r
-            if r >= u32(20):
-                d = u32(u32(19) - r)  # -1, -2
+            last = u32(u32(top - u32(7)) + zero)
+            for k in range(4):
+                table[k] = subtract(u32(u32(last & u32(255)) * K01), u32(0x03020100 + 0x04040404 * k))
+            upper = u32(u32(u32(top + u32(2)) << u32(8)) | u32(u32(top + u32(1)) & u32(255)))  # top + 1, top + 2
+            if zero == u32(0):
+                table[3] = u32(u32(table[3] & u32(0xFF)) | u32(u32(upper & u32(0xFFFF)) << u32(8)))
+            else:
+                table[3] = u32(u32(table[3] & u32(0xFFFF)) | u32(u32(upper & u32(0xFF)) << u32(16)))
         else:
-            table = u32(ORDER_LOW)
-            if r >= u32(8):
-                table = u32(ORDER_HIGH)
-            d = u32(u32(table >> u32(u32(r & u32(7)) << u32(2))) & u32(15))
-            if d > u32(13):
-                d = u32(d - u32(16))
-        return u32(u32(top - d) & u32(255))
+            table[0] = u32(0)
+            for k in range(3):
+                r = u32(u32(rank_base + u32(k)) - zero)
+                word = u32(ORDER_LOW)
+                if r >= u32(8):
+                    word = u32(ORDER_HIGH)
+                d = u32(u32(word >> u32(u32(r & u32(7)) << u32(2))) & u32(15))
+                if d > u32(13):
+                    d = u32(d - u32(16))
+                table[0] = u32(table[0] | u32(u32(u32(top - d) & u32(255)) << u32(8 * k)))
+
+    @cuda.jit(device=True, inline="always")
+    def four_exponents(table, symbols):
+        """(exponents, 1 where the symbol is the level's escape) of four packed symbols, as quads."""
+        if FAST:
+            selectors = u32(symbols & u32(0x7777))
+            low, high = prmt(table[0], table[1], selectors), prmt(table[2], table[3], selectors)
+            spread, _ = octets(symbols)
+            upper = u32(u32(spread >> u32(3)) & K01)
+            return select_bits(u32(upper * u32(255)), high, low), u32(u32(spread + K01) >> u32(4))
+        t = u32(u32(u32(symbols & u32(0x0F)) | u32(symbols << u32(4))) & u32(0x0F0F))
+        t = u32(u32(t | u32(t << u32(2))) & u32(0x3333))
+        spread, _ = octets(t)
+        return prmt(table[0], u32(0), t), u32(u32(u32(spread + K01) >> u32(2)) & K01)
 
     @cuda.jit(device=True, inline="always")
     def symbols_at(at, limit, bit):
@@ -79,34 +100,38 @@ def make(dtype: DType, mode: Mode) -> Any:
         """Exponents of a tile's escapes, in lane order, as bytes in shared memory; the bytes they took."""
         values, places = u32(base + u32(4 * VALUES)), u32(base + u32(4 * PLACES))
         symbols, length, rank_base = u32(0), number, u32(CODE_MASK)
+        table, where = cuda.local.array(4, u32), cuda.local.array(4, u32)
         for level in range(1, LEVELS):
             kept, start = u32(0), u32(0)
+            table_of_level(top, zero, rank_base, table)
             while start < length:
                 mine = u32(start + u32(lane << u32(2)))
-                four, further = u32(0), u32(0)
-                if mine < length:
-                    four = symbols_at(at, limit, u32(u32(symbols + mine) * u32(LEVEL_BITS)))
-                where = cuda.local.array(4, u32)
+                further = u32(0)
                 for k in range(4):
                     where[k] = u32(mine + u32(k))
-                    if level > 1 and where[k] < length:
-                        where[k] = shared_load_half(u32(places + u32(where[k] << u32(1))))
-                    if u32(mine + u32(k)) < length:
-                        symbol = u32(u32(four >> u32(LEVEL_BITS * k)) & u32(LEVEL_ESCAPE))
-                        if symbol == u32(LEVEL_ESCAPE):
-                            further = u32(further | u32(u32(1) << u32(k)))
-                        else:
-                            found = exponent_of(top, u32(rank_base + symbol), zero)
-                            shared_store_byte(u32(values + where[k]), found)
-                count = popc(further)
-                sums = inclusive_sum(lane, count)
-                cuda.syncwarp()
-                slot = u32(u32(kept + sums) - count)
-                for k in range(4):
-                    if u32(u32(further >> u32(k)) & u32(1)) != u32(0):
-                        shared_store_half(u32(places + u32(slot << u32(1))), where[k])
-                        slot = u32(slot + u32(1))
-                kept = u32(kept + shuffle(sums, u32(31)))
+                if mine < length:
+                    four = symbols_at(at, limit, u32(u32(symbols + mine) * u32(LEVEL_BITS)))
+                    quad, flags = four_exponents(table, four)
+                    valid = u32(0x01010101)
+                    if u32(length - mine) < u32(4):
+                        valid = u32(valid & u32(u32(u32(1) << u32(u32(length - mine) << u32(3))) - u32(1)))
+                    further = dp4a(u32(flags & valid), u32(0x08040201), u32(0))
+                    if level == 1:
+                        shared_store(u32(values + mine), quad)
+                    else:
+                        for k in range(4):
+                            if u32(u32(valid >> u32(8 * k)) & u32(1)) != u32(0):
+                                where[k] = shared_load_half(u32(places + u32(where[k] << u32(1))))
+                                shared_store_byte(u32(values + where[k]), u32(u32(quad >> u32(8 * k)) & u32(255)))
+                if ballot(further) != u32(0):
+                    count = popc(further)
+                    sums = inclusive_sum(lane, count)
+                    slot = u32(u32(kept + sums) - count)
+                    for k in range(4):
+                        if u32(u32(further >> u32(k)) & u32(1)) != u32(0):
+                            shared_store_half(u32(places + u32(slot << u32(1))), where[k])
+                            slot = u32(slot + u32(1))
+                    kept = u32(kept + shuffle(sums, u32(31)))
                 start = u32(start + u32(128))
                 cuda.syncwarp()
             symbols = u32(symbols + length)

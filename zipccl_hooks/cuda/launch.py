@@ -142,9 +142,9 @@ def _launch(function: Any, blocks: int, device: int, *arguments: int) -> None:
 _scratch: dict[tuple[int, int], Tensor] = {}
 
 
-def _scan_scratch(device: int, blocks: int) -> Tensor:
+def _scan_scratch(device: int, groups: int) -> Tensor:
     """Zeroed scratch for the encoder's scan; kept per stream, since launches of one stream follow each other."""
-    num_words = SCAN_HEAD_BYTES // 8 + blocks
+    num_words = SCAN_HEAD_BYTES // 8 + groups
     if torch.cuda.is_current_stream_capturing():
         # Not kept: its memory and its zeroing belong to the graph.
         return torch.zeros(num_words, dtype=torch.int64, device=device)
@@ -153,6 +153,16 @@ def _scan_scratch(device: int, blocks: int) -> Tensor:
     if held is None or len(held) < num_words:
         held = _scratch[key] = torch.zeros(max(num_words, 4096), dtype=torch.int64, device=device)
     return held
+
+
+@lru_cache(maxsize=None)
+def _resident_blocks(function: Any, device: int) -> int:
+    """Blocks of a kernel that the device holds at a time."""
+    from cuda.bindings import driver
+
+    with torch.cuda.device(device):
+        a_processor = _checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, THREADS, 0))
+    return a_processor * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache(maxsize=None)
@@ -169,7 +179,7 @@ def _layout(numel: int, dtype_name: str, mode: Mode) -> Layout:
     return layout(numel, DTYPES[dtype_name], mode)
 
 
-def _blocks(lay: Layout) -> int:
+def _groups(lay: Layout) -> int:
     return max(1, -(-lay.num_tiles // GROUP))
 
 
@@ -187,11 +197,12 @@ def encode(x: Tensor, mode: Mode, payload: Tensor, dtype_name: str) -> None:
         payload[HEADER_BYTES : lay.static_bytes].copy_(x.view(-1).view(torch.uint8))
         return
     x = _aligned(x)
-    blocks = _blocks(lay)
+    groups = _groups(lay)
+    function = _function("encode", dtype_name, mode, device)
     _launch(
-        _function("encode", dtype_name, mode, device), blocks, device,
+        function, min(groups, _resident_blocks(function, device)), device,
         x.data_ptr(), payload.data_ptr(), lay.meta, lay.bases, lay.codes, lay.residual, lay.tail,
-        lay.static_bytes, _scan_scratch(device, blocks).data_ptr(), lay.numel,
+        lay.static_bytes, _scan_scratch(device, groups).data_ptr(), lay.numel,
     )  # fmt: skip
 
 
@@ -207,7 +218,7 @@ def decode(payload: Tensor, mode: Mode, out: Tensor, dtype_name: str) -> None:
     payload = _aligned(payload)
     target = out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
     _launch(
-        _function("decode", dtype_name, mode, device), _blocks(lay), device,
+        _function("decode", dtype_name, mode, device), _groups(lay), device,
         payload.data_ptr(), payload.numel(), lay.meta, lay.bases, lay.codes, lay.residual, lay.tail,
         lay.static_bytes, target.data_ptr(), lay.numel, corrupt_flag(device).data_ptr(),
     )  # fmt: skip
