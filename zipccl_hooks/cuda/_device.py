@@ -6,7 +6,7 @@ elements 4 h to 4 h + 3 of its octet in group g.
 
 from __future__ import annotations
 
-from ._jit import device, dp4a, prmt, shuffle_up, store_byte, u32, u64
+from ._jit import device, dp4a, prmt, scan_1, scan_2, scan_4, scan_8, scan_16, u32
 
 K01, K0F, K1F = u32(0x01010101), u32(0x0F0F0F0F), u32(0x1F1F1F1F)
 K7F, K80, KFE = u32(0x7F7F7F7F), u32(0x80808080), u32(0xFEFEFEFE)
@@ -48,21 +48,9 @@ def nibbles(low, high):
 
 
 @device
-def inclusive_sum(lane, value):
+def inclusive_sum(value):
     """Sum of the values of this and the lower lanes."""
-    total = value
-    for step in range(5):
-        below = shuffle_up(total, u32(1 << step))
-        if lane >= u32(1 << step):
-            total = u32(total + below)
-    return total
-
-
-@device
-def write_word(address, word):
-    """A word at any address."""
-    for k in range(4):
-        store_byte(address + u64(k), u32(word >> u32(8 * k)))
+    return scan_16(scan_8(scan_4(scan_2(scan_1(value)))))
 
 
 @device

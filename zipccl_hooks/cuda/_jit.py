@@ -74,7 +74,16 @@ lowest = ptx("{ .reg .b32 t; brev.b32 t, $1; clz.b32 $0, t; }", (u32,), u32)  # 
 
 # Warps
 warp_sum = ptx("redux.sync.add.u32 $0, $1, 0xffffffff;", (u32,), u32, memory=True)
-shuffle_up = ptx("shfl.sync.up.b32 $0, $1, $2, 0, 0xffffffff;", (u32, u32), u32, memory=True)
+scan_1, scan_2, scan_4, scan_8, scan_16 = (  # one step of a prefix sum: adds the value of k lanes below
+    ptx(
+        "{ .reg .b32 t; .reg .pred p; mov.b32 $0, $1; "
+        f"shfl.sync.up.b32 t|p, $1, {k}, 0, 0xffffffff; @p add.u32 $0, $0, t; }}",
+        (u32,),
+        u32,
+        memory=True,
+    )
+    for k in (1, 2, 4, 8, 16)
+)
 shuffle = ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", (u32, u32), u32, memory=True)
 ballot = ptx(
     "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", (u32,), u32, memory=True

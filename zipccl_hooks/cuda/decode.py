@@ -125,7 +125,7 @@ def make(dtype: DType, mode: Mode) -> Any:
                                 shared_store_byte(u32(values + where[k]), u32(u32(quad >> u32(8 * k)) & u32(255)))
                 if ballot(further) != u32(0):
                     count = popc(further)
-                    sums = inclusive_sum(lane, count)
+                    sums = inclusive_sum(count)
                     slot = u32(u32(kept + sums) - count)
                     for k in range(4):
                         if u32(u32(further >> u32(k)) & u32(1)) != u32(0):
@@ -207,7 +207,7 @@ def make(dtype: DType, mode: Mode) -> Any:
             quads[2 * g + 1] = prmt(table_low, table_high, u32(words[g] >> u32(16)))
             escapes = u32(escapes | u32(nibble_flags(words[g], CODE_BITS) << u32(8 * g)))
         number = popc(escapes)
-        sums = inclusive_sum(lane, number)
+        sums = inclusive_sum(number)
         length = shuffle(sums, u32(31))
         if length == u32(0):
             return u32(0)

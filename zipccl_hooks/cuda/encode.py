@@ -10,7 +10,7 @@ from ..format import (
 )  # fmt: skip
 from ._device import (
     EVEN, K01, K0F, K1F, K7F, K80, KFE, ODD, below, eight_bits, inclusive_sum, nibbles, nonzero_flags,
-    plane_word, subtract, write_word,
+    plane_word, subtract,
 )  # fmt: skip
 from ._jit import (
     ballot, cuda, divide, dp4a, increment, load_2, load_4, load_4_cached, load_byte, load_state, lowest,
@@ -20,11 +20,15 @@ from ._jit import (
 
 THREADS = 32 * GROUP
 STRIDE = 9  # words between the exponents of two lanes in shared memory: odd, so that no banks collide
-LIST, PACKED = 32 * STRIDE, 32 * STRIDE + 260  # words of a warp's exponents, then of its list of escapes
-SHARED = PACKED + 194  # and of its packed symbols
-# Two turns of that for eight warps, two of the tiles' chunk sizes, the next group, the base of a group.
-SHARED_WORDS = 2 * SHARED * GROUP + 2 * GROUP + 2
-TICKET, BASE = 4 * 2 * GROUP, 4 * (2 * GROUP + 1)
+# Shared memory of a warp, in words: exponents, list of escapes, then the exponents' dynamic bytes, for two turns.
+LIST, CHUNK, CHUNK_WORDS = 32 * STRIDE, 32 * STRIDE + 260, 196
+SHARED = CHUNK + 2 * CHUNK_WORDS
+# Behind those of eight warps: sizes of the group's chunks, for two turns; what a warp's next turn must know
+# of this one (flags, low bytes, chunk bytes, offset); size of the group before; next group; base of a group.
+SIZES = SHARED * GROUP
+NOTES, OLD_SIZE = SIZES + 2 * GROUP, SIZES + 2 * GROUP + 4 * GROUP
+TICKET, BASE = OLD_SIZE + 1, OLD_SIZE + 2
+SHARED_WORDS = OLD_SIZE + 3
 SCAN_HEAD = 16
 AGGREGATE, INCLUSIVE = 1, 2  # what a group's state word holds: its own size, or the end of its chunks
 
@@ -186,7 +190,9 @@ def make(dtype: DType, mode: Mode) -> Any:
         packed = warp_sum(u32(total + u32(count << u32(18))))
         total, nonzero = u32(packed & u32(0x3FFFF)), u32(packed >> u32(18))
         top = u32(0)
-        if nonzero != u32(0):
+        if nonzero == u32(TILE):
+            top = u32(u32(u32(total << u32(4)) + u32(TOP * TILE)) >> u32(14))
+        elif nonzero != u32(0):
             top = divide(u32(u32(total << u32(4)) + u32(u32(TOP) * nonzero)), u32(nonzero << u32(4)))
         zero = u32(0)
         if u32(u32(TILE) - nonzero) >= u32(ZERO_MIN):
@@ -194,7 +200,7 @@ def make(dtype: DType, mode: Mode) -> Any:
         return u32(top & u32(255)), zero
 
     @cuda.jit(device=True, inline="always")
-    def next_level(base, lane, top, zero, length, symbol_base, rank_base):
+    def next_level(base, chunk, lane, top, zero, length, symbol_base, rank_base):
         """One level: packs the symbols of the list and leaves those that go further; their number."""
         kept = u32(0)
         start = u32(0)
@@ -215,14 +221,14 @@ def make(dtype: DType, mode: Mode) -> Any:
                 symbols = dp4a(symbols, u32(0x40100401), u32(0))
             if mine < length:
                 bit = u32(u32(symbol_base + mine) * u32(LEVEL_BITS))
-                word = u32(base + u32(4 * PACKED) + u32(u32(bit >> u32(5)) << u32(2)))
+                word = u32(chunk + u32(u32(bit >> u32(5)) << u32(2)))
                 shift = u32(bit & u32(31))
                 shared_or(word, u32(symbols << shift))
                 if shift > u32(32 - 4 * LEVEL_BITS):
                     shared_or(u32(word + u32(4)), u32(symbols >> u32(u32(32) - shift)))
             if ballot(further) != u32(0):
                 number = popc(further)
-                sums = inclusive_sum(lane, number)
+                sums = inclusive_sum(number)
                 at = u32(u32(base + u32(4 * LIST)) + u32(u32(kept + sums) - number))
                 for k in range(4):
                     if u32(u32(further >> u32(k)) & u32(1)) != u32(0):
@@ -234,8 +240,8 @@ def make(dtype: DType, mode: Mode) -> Any:
         return kept
 
     @cuda.jit(device=True, inline="always")
-    def encode_exponents(base, lane, exponents, codes):
-        """Stores a tile's code plane; (top, flags, bytes of packed symbols, bytes of the list behind them)."""
+    def encode_exponents(base, chunk, lane, exponents, codes):
+        """Stores a tile's code plane, leaves its dynamic bytes in shared memory; (top, flags, their number)."""
         top, zero = find_top(exponents)
         tops = u32(top * K01)
         words = cuda.local.array(4, u32)
@@ -256,7 +262,7 @@ def make(dtype: DType, mode: Mode) -> Any:
             store_1(codes + u64(128 * w) + u64(lane) * u64(4), plane_word(words, CODE_BITS, w))
 
         number = popc(escapes)
-        sums = inclusive_sum(lane, number)
+        sums = inclusive_sum(number)
         length = shuffle(sums, u32(31))
         mine = u32(base + u32(lane * u32(4 * STRIDE)))
         for q in range(8):
@@ -264,7 +270,7 @@ def make(dtype: DType, mode: Mode) -> Any:
         w = lane
         limit = u32(u32(u32(length * u32(LEVEL_BITS * (LEVELS - 1))) + u32(31)) >> u32(5))
         while w <= limit:
-            shared_store(u32(u32(base + u32(4 * PACKED)) + u32(w << u32(2))), u32(0))
+            shared_store(u32(chunk + u32(w << u32(2))), u32(0))
             w = u32(w + u32(32))
         at = u32(u32(base + u32(4 * LIST)) + u32(sums - number))
         while escapes != u32(0):
@@ -277,44 +283,41 @@ def make(dtype: DType, mode: Mode) -> Any:
         base_rank = u32(CODE_MASK)
         for level in range(1, LEVELS):
             if length != u32(0):
-                further = next_level(base, lane, top, zero, length, symbols, base_rank)
+                further = next_level(base, chunk, lane, top, zero, length, symbols, base_rank)
                 symbols = u32(symbols + length)
                 base_rank = u32(base_rank + u32(LEVEL_ESCAPE))
                 length = further
         symbol_bytes = u32(u32(u32(symbols * u32(LEVEL_BITS)) + u32(7)) >> u32(3))
         flags = u32(ZERO_FLAG) if zero != u32(0) else u32(0)
-        if u32(symbol_bytes + length) > u32(TILE // 8 * REST_BITS):
-            flags = u32(RAW_FLAG)
-            symbol_bytes = u32(TILE // 8 * REST_BITS)
-            length = u32(0)
+        num_bytes = u32(symbol_bytes + length)
+        if num_bytes > u32(TILE // 8 * REST_BITS):
+            flags, num_bytes = u32(RAW_FLAG), u32(TILE // 8 * REST_BITS)
             quads_of_field(exponents, 0, CODE_BITS, words)
             for w in range(CODE_BITS):
                 store_1(codes + u64(128 * w) + u64(lane) * u64(4), plane_word(words, CODE_BITS, w))
-        return top, flags, symbol_bytes, length
-
-    @cuda.jit(device=True, inline="always")
-    def write_exponents(base, lane, flags, symbol_bytes, length, at):
-        """The dynamic bytes of a tile's exponents, from what encode_exponents left in shared memory."""
-        if u32(flags & u32(RAW_FLAG)) != u32(0):
-            exponents, words = cuda.local.array(8, u32), cuda.local.array(4, u32)
-            for q in range(8):
-                exponents[q] = shared_load(u32(base + u32(u32(lane * u32(4 * STRIDE)) + u32(4 * q))))
+            mine = u32(chunk + u32(lane << u32(2)))
             quads_of_field(exponents, CODE_BITS, REST_0, words)
             for w in range(REST_0):
-                write_word(at + u64(128 * w) + u64(lane) * u64(4), plane_word(words, REST_0, w))
+                shared_store(u32(mine + u32(128 * w)), plane_word(words, REST_0, w))
             if REST_1:
                 quads_of_field(exponents, CODE_BITS + REST_0, REST_1, words)
                 for w in range(REST_1):
-                    write_word(at + u64(128 * (REST_0 + w)) + u64(lane) * u64(4), plane_word(words, REST_1, w))
+                    shared_store(u32(mine + u32(128 * (REST_0 + w))), plane_word(words, REST_1, w))
         else:
             k = lane
-            while k < symbol_bytes:
-                store_byte(at + u64(k), shared_load_byte(u32(u32(base + u32(4 * PACKED)) + k)))
-                k = u32(k + u32(32))
-            k = lane
             while k < length:
-                store_byte(at + u64(u32(symbol_bytes + k)), shared_load_byte(u32(u32(base + u32(4 * LIST)) + k)))
+                byte = shared_load_byte(u32(u32(base + u32(4 * LIST)) + k))
+                shared_store_byte(u32(u32(chunk + symbol_bytes) + k), byte)
                 k = u32(k + u32(32))
+        return top, flags, num_bytes
+
+    @cuda.jit(device=True, inline="always")
+    def write_chunk(chunk, lane, num_bytes, at):
+        """Copies the dynamic bytes of a tile's exponents."""
+        k = lane
+        while k < num_bytes:
+            store_byte(at + u64(k), shared_load_byte(u32(chunk + k)))
+            k = u32(k + u32(32))
 
     @cuda.jit(device=True, inline="always")
     def choose_width(lows):
@@ -393,7 +396,7 @@ def make(dtype: DType, mode: Mode) -> Any:
                     half = u32(u32(lows[4 * g + k // 2] >> u32(16 * (k % 2))) & u32(0xFFFF))
                     if u32(half & mask) != u32(0):
                         number = u32(number + u32(1))
-                sums = inclusive_sum(lane, number)
+                sums = inclusive_sum(number)
                 entry = position + u64(u32(u32(sums - number) << u32(2)))
                 for k in range(8):
                     half = u32(u32(lows[4 * g + k // 2] >> u32(16 * (k % 2))) & u32(0xFFFF))
@@ -489,26 +492,23 @@ def make(dtype: DType, mode: Mode) -> Any:
             num_groups = u64(1)
         shared = cuda.shared.array(SHARED_WORDS, u32)
         start = shared_address(shared)
-        heads = u32(start + u32(8 * SHARED * GROUP))
+        base = u32(start + u32(warp * u32(4 * SHARED)))
+        notes = u32(start + u32(u32(4 * NOTES) + u32(warp << u32(4))))
         exponents, lows = cuda.local.array(8, u32), cuda.local.array(16, u32)
         # What is left to do for the group before: where its dynamic bytes go was not known then.
-        waiting, had = u64(0), u32(0)
-        old_flags, old_symbol_bytes, old_length, old_low, old_offset, old_padded = u32(0), u32(0), u32(0), u32(0), u32(0), u32(0)
-        turn = u32(0)
+        waiting, had, turn = u64(0), u32(0), u32(0)
         if cuda.threadIdx.x == 0:
-            shared_store(u32(heads + u32(TICKET)), take(scratch + u64(8), u32(1)))
+            shared_store(u32(start + u32(4 * TICKET)), take(scratch + u64(8), u32(1)))
         cuda.syncthreads()
-        group = u64(shared_load(u32(heads + u32(TICKET))))
+        group = u64(shared_load(u32(start + u32(4 * TICKET))))
         running = u32(1)
         while running != u32(0):
-            base = u32(start + u32(u32(u32(turn * u32(GROUP)) + warp) * u32(4 * SHARED)))
-            old_base = u32(start + u32(u32(u32(u32(u32(1) - turn) * u32(GROUP)) + warp) * u32(4 * SHARED)))
-            sizes = u32(heads + u32(turn * u32(4 * GROUP)))
+            chunk = u32(base + u32(4 * CHUNK) + u32(turn * u32(4 * CHUNK_WORDS)))
+            sizes = u32(start + u32(4 * SIZES) + u32(turn * u32(4 * GROUP)))
             tile = u64(group * u64(GROUP) + u64(warp))
             here = group < num_groups
             active = tile < num_tiles
-            top, flags, symbol_bytes, length = u32(0), u32(0), u32(0), u32(0)
-            low_bytes, size = u32(0), u32(0)
+            top, flags, num_bytes, low_bytes, size = u32(0), u32(0), u32(0), u32(0), u32(0)
             if active:
                 first_plane = payload + residual + tile * u64(TILE)
                 second_plane = payload + residual + tile * u64(TILE // 8 * RESIDUAL_BITS)
@@ -516,7 +516,7 @@ def make(dtype: DType, mode: Mode) -> Any:
                     second_plane = payload + residual + num_tiles * u64(TILE) + tile * u64(TILE // 8 * 3)
                 load_tile(x + tile * u64(TILE * ITEM), lane, first_plane, second_plane, exponents, lows)
                 at = payload + codes + tile * u64(TILE // 8 * CODE_BITS)
-                top, flags, symbol_bytes, length = encode_exponents(base, lane, exponents, at)
+                top, flags, num_bytes = encode_exponents(base, chunk, lane, exponents, at)
                 if LOW:
                     width, escapes = choose_width(lows)
                     low_bytes = u32(width << u32(7))
@@ -524,59 +524,72 @@ def make(dtype: DType, mode: Mode) -> Any:
                         low_bytes = u32(low_bytes + u32(u32(escapes + u32(1)) << u32(2)))
                         flags = u32(flags | u32(LOW_ESCAPES_FLAG))
                     flags = u32(flags | u32(width << u32(WIDTH_SHIFT)))
-                size = u32(u32(low_bytes + symbol_bytes) + length)
+                size = u32(low_bytes + num_bytes)
                 size = u32(u32(size + u32(UNIT - 1)) & u32(0xFFFFFFFF - (UNIT - 1)))
             if lane == u32(0):
                 shared_store(u32(sizes + u32(warp << u32(2))), size)
             cuda.syncthreads()
-            offset, total = u32(0), u32(0)
-            for w in range(GROUP):
-                one = shared_load(u32(sizes + u32(4 * w)))
-                if u32(w) < warp:
-                    offset = u32(offset + one)
-                total = u32(total + one)
+            one = u32(0)
+            if lane < u32(GROUP):
+                one = shared_load(u32(sizes + u32(lane << u32(2))))
+            total = warp_sum(one)
+            if lane >= warp:
+                one = u32(0)
+            offset = warp_sum(one)
             padded = u32(u32(total + u32(3)) & u32(0xFFFFFFFC))
             if active and lane == u32(0):
                 store_1(payload + meta + tile * u64(4), u32(offset | u32(u32(top << u32(16)) | u32(flags << u32(24)))))
+            old_size = shared_load(u32(start + u32(4 * OLD_SIZE)))
             if warp == u32(0):
                 if here and lane == u32(0):
                     kind = AGGREGATE
                     if group == u64(0):
                         kind = INCLUSIVE
                     publish(scratch, group, kind, u32(padded >> u32(2)))
-                    shared_store(u32(heads + u32(TICKET)), take(scratch + u64(8), u32(1)))
+                    shared_store(u32(start + u32(4 * TICKET)), take(scratch + u64(8), u32(1)))
                 if had != u32(0):
                     before = look_back(lane, scratch, waiting)
                     if lane == u32(0):
                         if waiting != u64(0):
-                            publish(scratch, waiting, INCLUSIVE, u32(before + u32(old_padded >> u32(2))))
-                        shared_store(u32(heads + u32(BASE)), before)
+                            publish(scratch, waiting, INCLUSIVE, u32(before + u32(old_size >> u32(2))))
+                        shared_store(u32(start + u32(4 * BASE)), before)
                         if num_tiles != u64(0):
                             store_1(payload + bases + waiting * u64(4), before)
             cuda.syncthreads()
             if had != u32(0):
-                chunks = u64(shared_load(u32(heads + u32(BASE)))) * u64(4)
+                chunks = payload + dynamic + u64(shared_load(u32(start + u32(4 * BASE)))) * u64(4)
                 old_tile = u64(waiting * u64(GROUP) + u64(warp))
                 if old_tile < num_tiles:
-                    at = payload + dynamic + chunks + u64(old_offset)
+                    old_flags, old_low = shared_load(notes), shared_load(u32(notes + u32(4)))
+                    old_bytes, old_offset = shared_load(u32(notes + u32(8))), shared_load(u32(notes + u32(12)))
+                    at = chunks + u64(old_offset)
                     if LOW:
                         write_low(lane, x + old_tile * u64(TILE * ITEM), u32(old_flags >> u32(WIDTH_SHIFT)), old_low, at)
                         at += u64(old_low)
-                    write_exponents(old_base, lane, old_flags, old_symbol_bytes, old_length, at)
+                    old_chunk = u32(base + u32(4 * CHUNK) + u32(u32(u32(1) - turn) * u32(4 * CHUNK_WORDS)))
+                    write_chunk(old_chunk, lane, old_bytes, at)
                     # Zeros between this chunk and the next, or the end of the group.
-                    end = u32(u32(old_low + old_symbol_bytes) + old_length)
+                    end = u32(old_low + old_bytes)
                     pad = u32(u32(u32(0) - end) & u32(UNIT - 1))
                     if warp == u32(GROUP - 1) or old_tile == num_tiles - u64(1):
-                        pad = u32(u32(old_padded - old_offset) - end)
+                        pad = u32(u32(old_size - old_offset) - end)
                     if lane < pad:
-                        store_byte(payload + dynamic + chunks + u64(u32(old_offset + end)) + u64(lane), u32(0))
+                        store_byte(at + u64(u32(old_bytes + lane)), u32(0))
                 if waiting == num_groups - u64(1):
-                    write_rest(x, payload, meta, bases, codes, tail, dynamic, num_tiles, numel, chunks + u64(old_padded))
+                    written = chunks + u64(old_size) - payload - dynamic
+                    write_rest(x, payload, meta, bases, codes, tail, dynamic, num_tiles, numel, written)
             if here:
+                cuda.syncwarp()
+                if lane == u32(0):
+                    shared_store(notes, flags)
+                    shared_store(u32(notes + u32(4)), low_bytes)
+                    shared_store(u32(notes + u32(8)), num_bytes)
+                    shared_store(u32(notes + u32(12)), offset)
+                if cuda.threadIdx.x == 0:
+                    shared_store(u32(start + u32(4 * OLD_SIZE)), padded)
+                cuda.syncwarp()
                 waiting, had = group, u32(1)
-                old_flags, old_symbol_bytes, old_length = flags, symbol_bytes, length
-                old_low, old_offset, old_padded = low_bytes, offset, padded
-                group = u64(shared_load(u32(heads + u32(TICKET))))
+                group = u64(shared_load(u32(start + u32(4 * TICKET))))
                 turn = u32(u32(1) - turn)
             else:
                 running = u32(0)
