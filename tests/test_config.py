@@ -12,7 +12,7 @@ from zipccl_hooks.counters import CallStats, Stats
 
 
 def test_defaults() -> None:
-    assert Policy() == Policy(enabled=True, mode="auto", min_bytes=262144, reduce="fp32")
+    assert Policy() == Policy(enabled=True, mode="auto", min_bytes=2097152, reduce="fp32")
     with pytest.raises(FrozenInstanceError):
         Policy().mode = "fast"  # type: ignore[misc]
     assert hash(Policy()) == hash(Policy())

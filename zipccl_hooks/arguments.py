@@ -16,7 +16,7 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def check_list(name: str, value: Any, like: Tensor, group: dist.ProcessGroup | None) -> None:
-    """A list of one tensor per rank of ``group`` (None: not looked at), of the dtype and device of ``like``."""
+    """A list of one tensor per rank of ``group``, where that is given, of dtype and device of ``like``."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name}: expected a list of tensors, got {type(value).__name__}")
     if group is not None and len(value) != group.size():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 MODES = ("auto", "fast", "dense", "raw")
@@ -46,7 +47,7 @@ class Policy:
     ========== ======================= ======= ==========================================================
     enabled    ``ZIPCCL_ENABLED``      True    False: every call goes to the plain collective
     mode       ``ZIPCCL_MODE``         auto    exponent code: fast, dense, or auto (the densest on a CPU)
-    min_bytes  ``ZIPCCL_MIN_BYTES``    262144  calls whose tensor is smaller go native; see collectives.py
+    min_bytes  ``ZIPCCL_MIN_BYTES``    2097152 calls whose tensor is smaller go native; see collectives.py
     reduce     ``ZIPCCL_REDUCE``       fp32    fp32: compressed exchange, sum in rank order in fp32;
                                                native: reductions are left to the plain collective
     ========== ======================= ======= ==========================================================
@@ -56,7 +57,9 @@ class Policy:
 
     enabled: bool = _variable("ZIPCCL_ENABLED", True, _switch)
     mode: str = _variable("ZIPCCL_MODE", "auto")
-    min_bytes: int = _variable("ZIPCCL_MIN_BYTES", 256 * 1024, int)
+    # Two processes, gloo, 1 Gbit/s: at 1 MiB most kinds of call lose time, at 2 MiB four of eight gain
+    # more than a quarter and two lose one, at 8 MiB one loses a tenth (README, make bench-slow-link).
+    min_bytes: int = _variable("ZIPCCL_MIN_BYTES", 2 * 1024 * 1024, int)
     reduce: str = _variable("ZIPCCL_REDUCE", "fp32")
 
     def __post_init__(self) -> None:
@@ -68,6 +71,11 @@ class Policy:
             raise ValueError(f"min_bytes: expected an integer of at least 0, got {self.min_bytes!r}")
 
 
+def cache_directory() -> Path:
+    """Where compiled CUDA kernels are kept: the user's cache, as the XDG convention has it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zipccl_hooks"
+
+
 def variables() -> dict[str, Any]:
-    """Every environment variable that is read, with its default."""
+    """The environment variables of a Policy, with their defaults."""
     return {f.metadata["variable"]: f.metadata["default"] for f in fields(Policy)}

@@ -14,7 +14,7 @@ import numpy as np
 
 # numba-cuda up to 0.30 uses this name at import; NumPy 2.5 removed it.
 if not hasattr(np, "row_stack"):
-    np.row_stack = np.vstack  # type: ignore[attr-defined]
+    np.row_stack = np.vstack
 
 from llvmlite import ir
 from numba import cuda, types
@@ -40,7 +40,9 @@ def ptx(text: str, arguments: tuple[Any, ...], *results: Any, memory: bool = Fal
     else:
         llvm_result = returned[0] if returned else ir.VoidType()
     if len(results) > 1:
-        numba_result: Any = types.Tuple(results) if len(set(results)) > 1 else types.UniTuple(results[0], len(results))
+        numba_result: Any = (
+            types.Tuple(results) if len(set(results)) > 1 else types.UniTuple(results[0], len(results))
+        )
     else:
         numba_result = results[0] if results else types.void
 
@@ -86,7 +88,10 @@ scan_1, scan_2, scan_4, scan_8, scan_16 = (  # one step of a prefix sum: adds th
 )
 shuffle = ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", (u32, u32), u32, memory=True)
 ballot = ptx(
-    "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", (u32,), u32, memory=True
+    "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }",
+    (u32,),
+    u32,
+    memory=True,
 )
 
 # Global memory, by address. Tensors are read once, so they need no room in L1; "stream" likewise in L2.
@@ -103,7 +108,9 @@ store_half = ptx("st.global.u16 [$0], $1;", (u64, u32), memory=True)
 load_state = ptx("ld.relaxed.gpu.global.u64 $0, [$1];", (u64,), u64, memory=True)
 store_state = ptx("st.relaxed.gpu.global.u64 [$0], $1;", (u64, u64), memory=True)
 take = ptx("atom.relaxed.gpu.global.add.u32 $0, [$1], $2;", (u64, u32), u32, memory=True)
-increment = ptx("atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;", (u64, u32), u32, memory=True)  # wraps after $2
+increment = ptx(
+    "atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;", (u64, u32), u32, memory=True
+)  # wraps after $2
 
 # Shared memory, by its own 32-bit addresses.
 shared_load = ptx("ld.shared.u32 $0, [$1];", (u32,), u32, memory=True)
@@ -117,8 +124,8 @@ _to_shared = ptx("{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }"
 
 
 @intrinsic
-def _generic_address(context, array):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+def _generic_address(context, array):
+    def generate(context, builder, signature, values):
         data = context.make_array(signature.args[0])(context, builder, values[0]).data
         return builder.ptrtoint(data, ir.IntType(64))
 
@@ -126,7 +133,7 @@ def _generic_address(context, array):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True, inline="always")
-def shared_address(array):  # type: ignore[no-untyped-def]
+def shared_address(array):
     """Where a shared array starts, for the instructions above."""
     return _to_shared(_generic_address(array))
 

@@ -5,15 +5,49 @@ from __future__ import annotations
 from typing import Any
 
 from ..format import (
-    GROUP, LOW_BITS, LOW_ESCAPES_FLAG, MODE_SPECS, RAW_FLAG, TILE, VERSION, WIDTH_SHIFT, ZERO_FLAG, DType, Mode,
+    GROUP,
+    LOW_BITS,
+    LOW_ESCAPES_FLAG,
+    MODE_SPECS,
+    RAW_FLAG,
+    TILE,
+    VERSION,
+    WIDTH_SHIFT,
+    ZERO_FLAG,
+    DType,
+    Mode,
     planes,
-)  # fmt: skip
+)
 from ._device import K01, K7F, inclusive_sum, nibble_flags, octets, subtract, unpack_words
 from ._jit import (
-    ballot, cuda, dp4a, load_1, load_2, load_byte, lowest, popc, prmt, select_bits, shared_address, shared_load,
-    shared_load_byte, shared_load_half, shared_store, shared_store_byte, shared_store_half, shuffle, store_1,
-    store_2, store_4, store_byte, store_half, u32, u64,
+    ballot,
+    cuda,
+    dp4a,
+    load_1,
+    load_2,
+    load_byte,
+    lowest,
+    popc,
+    prmt,
+    select_bits,
+    shared_address,
+    shared_load,
+    shared_load_byte,
+    shared_load_half,
+    shared_store,
+    shared_store_byte,
+    shared_store_half,
+    shuffle,
+    store_1,
+    store_2,
+    store_4,
+    store_byte,
+    store_half,
+    u32,
+    u64,
 )  # fmt: skip
+from ._low_bits import load_low
+from ._planes import add_words, load_words
 
 THREADS = 32 * GROUP
 STRIDE = 9  # words between the exponents of two lanes in shared memory: odd, so that no banks collide
@@ -35,7 +69,12 @@ def make(dtype: DType, mode: Mode) -> Any:
     7 + 2 = 9, exponent top - 9.
     """
     spec = MODE_SPECS[mode]
-    ITEM, EXPONENT_BITS, RESIDUAL_BITS, LOW = dtype.itemsize, dtype.exponent_bits, dtype.residual_bits, dtype.low_bits
+    ITEM, EXPONENT_BITS, RESIDUAL_BITS, LOW = (
+        dtype.itemsize,
+        dtype.exponent_bits,
+        dtype.residual_bits,
+        dtype.low_bits,
+    )
     CODE_BITS, LEVEL_BITS, LEVELS = spec.code_bits, spec.level_bits, spec.levels
     CODE_MASK, LEVEL_ESCAPE = (1 << CODE_BITS) - 1, (1 << LEVEL_BITS) - 1
     REST_BITS = EXPONENT_BITS - CODE_BITS
@@ -53,7 +92,9 @@ def make(dtype: DType, mode: Mode) -> Any:
             last = u32(u32(top - u32(7)) + zero)
             for k in range(4):
                 table[k] = subtract(u32(u32(last & u32(255)) * K01), u32(0x03020100 + 0x04040404 * k))
-            upper = u32(u32(u32(top + u32(2)) << u32(8)) | u32(u32(top + u32(1)) & u32(255)))  # top + 1, top + 2
+            upper = u32(
+                u32(u32(top + u32(2)) << u32(8)) | u32(u32(top + u32(1)) & u32(255))
+            )  # top + 1, top + 2
             if zero == u32(0):
                 table[3] = u32(u32(table[3] & u32(0xFF)) | u32(u32(upper & u32(0xFFFF)) << u32(8)))
             else:
@@ -122,7 +163,9 @@ def make(dtype: DType, mode: Mode) -> Any:
                         for k in range(4):
                             if u32(u32(valid >> u32(8 * k)) & u32(1)) != u32(0):
                                 where[k] = shared_load_half(u32(places + u32(where[k] << u32(1))))
-                                shared_store_byte(u32(values + where[k]), u32(u32(quad >> u32(8 * k)) & u32(255)))
+                                shared_store_byte(
+                                    u32(values + where[k]), u32(u32(quad >> u32(8 * k)) & u32(255))
+                                )
                 if ballot(further) != u32(0):
                     count = popc(further)
                     sums = inclusive_sum(count)
@@ -149,16 +192,6 @@ def make(dtype: DType, mode: Mode) -> Any:
         return u32(taken + length)
 
     @cuda.jit(device=True, inline="always")
-    def load_words(at, lane, width, words):
-        """The words N of a plane of ``width`` bits that starts on 4 bytes."""
-        raw = cuda.local.array(4, u32)
-        for w in range(4):
-            raw[w] = u32(0)
-        for w in range(width):
-            raw[w] = load_1(at + u64(128 * w) + u64(lane) * u64(4))
-        unpack_words(raw, width, words)
-
-    @cuda.jit(device=True, inline="always")
     def load_words_anywhere(at, lane, width, words):
         raw = cuda.local.array(4, u32)
         for w in range(4):
@@ -168,14 +201,6 @@ def make(dtype: DType, mode: Mode) -> Any:
                 byte = load_byte(at + u64(128 * w + k) + u64(lane) * u64(4))
                 raw[w] = u32(raw[w] | u32(byte << u32(8 * k)))
         unpack_words(raw, width, words)
-
-    @cuda.jit(device=True, inline="always")
-    def add_words(words, shift, quads):
-        """Adds a plane's nibbles, as bytes shifted by ``shift``, to eight quads."""
-        for g in range(4):
-            low, high = octets(words[g])
-            quads[2 * g] = u32(quads[2 * g] | u32(low << u32(shift)))
-            quads[2 * g + 1] = u32(quads[2 * g + 1] | u32(high << u32(shift)))
 
     @cuda.jit(device=True, inline="always")
     def decode_exponents(base, lane, codes, top, flags, at, limit, quads):
@@ -224,44 +249,6 @@ def make(dtype: DType, mode: Mode) -> Any:
         for q in range(8):
             quads[q] = shared_load(u32(mine + u32(4 * q)))
         return taken
-
-    @cuda.jit(device=True, inline="always")
-    def load_low(lane, width, at, lows):
-        """The lows of a lane from their planes."""
-        quads, words = cuda.local.array(8, u32), cuda.local.array(4, u32)
-        for k in range(16):
-            lows[k] = u32(0)
-        shift, left, position = u32(u32(LOW_BITS) - width), width, at
-        while left != u32(0):
-            for q in range(8):
-                quads[q] = u32(0)
-            plane = u32(8)
-            if left >= u32(8):
-                for g in range(4):
-                    quads[2 * g] = load_1(position + u64(256 * g) + u64(lane) * u64(8))
-                    quads[2 * g + 1] = load_1(position + u64(256 * g + 4) + u64(lane) * u64(8))
-            elif left >= u32(4):
-                load_words(position, lane, 4, words)
-                add_words(words, 0, quads)
-                plane = u32(4)
-            elif left == u32(3):
-                load_words(position, lane, 3, words)
-                add_words(words, 0, quads)
-                plane = u32(3)
-            elif left == u32(2):
-                load_words(position, lane, 2, words)
-                add_words(words, 0, quads)
-                plane = u32(2)
-            else:
-                load_words(position, lane, 1, words)
-                add_words(words, 0, quads)
-                plane = u32(1)
-            for q in range(8):
-                lows[2 * q] = u32(lows[2 * q] | u32(prmt(quads[q], u32(0), u32(0x4140)) << shift))
-                lows[2 * q + 1] = u32(lows[2 * q + 1] | u32(prmt(quads[q], u32(0), u32(0x4342)) << shift))
-            position += u64(u32(plane << u32(7)))
-            shift = u32(shift + plane)
-            left = u32(left - plane)
 
     @cuda.jit(device=True, inline="always")
     def store_tile(at, lane, first_plane, second_plane, quads, lows):

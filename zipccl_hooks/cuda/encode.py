@@ -5,22 +5,71 @@ from __future__ import annotations
 from typing import Any
 
 from ..format import (
-    GROUP, LOW_BITS, LOW_ESCAPES_FLAG, MODE_SPECS, RAW_FLAG, TILE, VERSION, WIDTH_SHIFT, ZERO_FLAG, DType, Mode,
+    GROUP,
+    LOW_ESCAPES_FLAG,
+    MODE_SPECS,
+    RAW_FLAG,
+    TILE,
+    VERSION,
+    WIDTH_SHIFT,
+    ZERO_FLAG,
+    DType,
+    Mode,
     planes,
-)  # fmt: skip
+)
 from ._device import (
-    EVEN, K01, K0F, K1F, K7F, K80, KFE, ODD, below, eight_bits, inclusive_sum, nibbles, nonzero_flags,
-    plane_word, subtract,
+    EVEN,
+    K0F,
+    K01,
+    K1F,
+    K7F,
+    K80,
+    KFE,
+    ODD,
+    below,
+    eight_bits,
+    inclusive_sum,
+    nibbles,
+    nonzero_flags,
+    plane_word,
+    subtract,
 )  # fmt: skip
+from ._frame import write_frame
 from ._jit import (
-    ballot, cuda, divide, dp4a, increment, load_2, load_4, load_4_cached, load_byte, load_state, lowest,
-    popc, prmt, select_bits, shared_address, shared_load, shared_load_byte, shared_or, shared_store,
-    shared_store_byte, shuffle, store_1, store_2, store_byte, store_state, take, u32, u64, warp_sum,
+    ballot,
+    cuda,
+    divide,
+    dp4a,
+    increment,
+    load_2,
+    load_4,
+    load_state,
+    lowest,
+    popc,
+    prmt,
+    select_bits,
+    shared_address,
+    shared_load,
+    shared_load_byte,
+    shared_or,
+    shared_store,
+    shared_store_byte,
+    shuffle,
+    store_1,
+    store_2,
+    store_byte,
+    take,
+    u32,
+    u64,
+    warp_sum,
 )  # fmt: skip
+from ._low_bits import choose_width, load_lows, write_low
+from ._planes import quads_of_field
+from ._scan import AGGREGATE, INCLUSIVE, look_back, publish
 
 THREADS = 32 * GROUP
 STRIDE = 9  # words between the exponents of two lanes in shared memory: odd, so that no banks collide
-# Shared memory of a warp, in words: exponents, list of escapes, then the exponents' dynamic bytes, for two turns.
+# Shared memory of a warp, in words: exponents, list of escapes, then, for two turns, the dynamic bytes.
 LIST, CHUNK, CHUNK_WORDS = 32 * STRIDE, 32 * STRIDE + 260, 196
 SHARED = CHUNK + 2 * CHUNK_WORDS
 # Behind those of eight warps: sizes of the group's chunks, for two turns; what a warp's next turn must know
@@ -29,8 +78,6 @@ SIZES = SHARED * GROUP
 NOTES, OLD_SIZE = SIZES + 2 * GROUP, SIZES + 2 * GROUP + 4 * GROUP
 TICKET, BASE = OLD_SIZE + 1, OLD_SIZE + 2
 SHARED_WORDS = OLD_SIZE + 3
-SCAN_HEAD = 16
-AGGREGATE, INCLUSIVE = 1, 2  # what a group's state word holds: its own size, or the end of its chunks
 
 # Rank of exponent (top + 2 - u), u = 0..15, in mode dense: bytes of four registers; 15 where it has none.
 _RANK_OF = {d + 2: r for r, d in enumerate(MODE_SPECS[Mode.DENSE].order)}
@@ -45,10 +92,6 @@ def make(dtype: DType, mode: Mode) -> Any:
     codes, residual, tail, dynamic), address of the scan's scratch, numel. Reads x once, writes the
     payload once.
 
-    Scratch: u32 epoch, blocks that are done, next group, unused; then one u64 a group. A state word is
-    valid in this launch only if its upper 30 bits are the epoch, which the last block to end moves on:
-    nothing needs clearing between launches, also when a CUDA graph replays one.
-
     Invariant between blocks: a group's chunks stand behind those of all groups before it, whoever ends
     first (single-pass scan with look-back; Merrill and Garland 2016). Blocks take groups in order, so a
     block waits only for blocks that run. A block publishes a group's size, encodes its next group, and
@@ -60,7 +103,12 @@ def make(dtype: DType, mode: Mode) -> Any:
     is the byte 0x02.
     """
     spec = MODE_SPECS[mode]
-    ITEM, EXPONENT_BITS, RESIDUAL_BITS, LOW = dtype.itemsize, dtype.exponent_bits, dtype.residual_bits, dtype.low_bits
+    ITEM, EXPONENT_BITS, RESIDUAL_BITS, LOW = (
+        dtype.itemsize,
+        dtype.exponent_bits,
+        dtype.residual_bits,
+        dtype.low_bits,
+    )
     CODE_BITS, LEVEL_BITS, LEVELS = spec.code_bits, spec.level_bits, spec.levels
     CODE_MASK, LEVEL_ESCAPE = (1 << CODE_BITS) - 1, (1 << LEVEL_BITS) - 1
     CODE_QUAD = CODE_MASK * 0x01010101
@@ -92,7 +140,7 @@ def make(dtype: DType, mode: Mode) -> Any:
     def symbols_of(top, quad, zero, rank_base):
         """(symbols, 1 where it is the level's escape) of a quad of exponents that are escapes so far."""
         if FAST:
-            # Symbol s is top - 7 - s up to 12, then top + 1, top + 2; with zero, one further, and top + 2 has none.
+            # Symbols 0 to 12 are top - 7 and below, then top + 1, top + 2; with zero, 0 to 13, then top + 1.
             d = subtract(u32(u32(u32(u32(top + zero) - u32(7)) & u32(255)) * K01), quad)
             inside = below(d, u32(13) + zero)
             upper = subtract(quad, u32(u32(u32(top + u32(1)) & u32(255)) * K01))
@@ -112,25 +160,6 @@ def make(dtype: DType, mode: Mode) -> Any:
         symbol = u32(rank - u32(rank_base * K01))
         f = u32(K01 ^ below(symbol, u32(3)))
         return u32(u32(symbol & u32(0x03030303)) | u32(f * u32(3))), f
-
-    @cuda.jit(device=True, inline="always")
-    def quads_of_field(source, shift, width, words):
-        """The words N of bits shift .. shift + width - 1 of eight quads."""
-        mask = u32(u32((1 << width) - 1) * K01)
-        for g in range(4):
-            words[g] = nibbles(u32(u32(source[2 * g] >> u32(shift)) & mask), u32(u32(source[2 * g + 1] >> u32(shift)) & mask))
-
-    @cuda.jit(device=True, inline="always")
-    def load_lows(at, g, lows):
-        """Loads an octet of fp32, leaves its low halves; returns its high halves."""
-        w0, w1, w2, w3 = load_4_cached(at)
-        w4, w5, w6, w7 = load_4_cached(at + u64(16))
-        lows[4 * g] = prmt(w0, w1, u32(0x5410))
-        lows[4 * g + 1] = prmt(w2, w3, u32(0x5410))
-        lows[4 * g + 2] = prmt(w4, w5, u32(0x5410))
-        lows[4 * g + 3] = prmt(w6, w7, u32(0x5410))
-        high = u32(0x7632)
-        return prmt(w0, w1, high), prmt(w2, w3, high), prmt(w4, w5, high), prmt(w6, w7, high)
 
     @cuda.jit(device=True, inline="always")
     def load_tile(at, lane, residual_0, residual_1, exponents, lows):
@@ -241,7 +270,7 @@ def make(dtype: DType, mode: Mode) -> Any:
 
     @cuda.jit(device=True, inline="always")
     def encode_exponents(base, chunk, lane, exponents, codes):
-        """Stores a tile's code plane, leaves its dynamic bytes in shared memory; (top, flags, their number)."""
+        """Stores a tile's code plane, leaves its dynamic bytes in ``chunk``; (top, flags, their number)."""
         top, zero = find_top(exponents)
         tops = u32(top * K01)
         words = cuda.local.array(4, u32)
@@ -281,7 +310,7 @@ def make(dtype: DType, mode: Mode) -> Any:
         cuda.syncwarp()
         symbols = u32(0)
         base_rank = u32(CODE_MASK)
-        for level in range(1, LEVELS):
+        for _ in range(1, LEVELS):
             if length != u32(0):
                 further = next_level(base, chunk, lane, top, zero, length, symbols, base_rank)
                 symbols = u32(symbols + length)
@@ -318,170 +347,6 @@ def make(dtype: DType, mode: Mode) -> Any:
         while k < num_bytes:
             store_byte(at + u64(k), shared_load_byte(u32(chunk + k)))
             k = u32(k + u32(32))
-
-    @cuda.jit(device=True, inline="always")
-    def choose_width(lows):
-        """(width, number of escapes) of the low bits, as format.py defines them."""
-        best, width, escapes = u32(TILE * LOW_BITS), u32(LOW_BITS), u32(0)
-        w = u32(0)
-        while w < u32(LOW_BITS) and u32(w << u32(10)) < best:
-            mask = u32(u32(u32(0xFFFF) >> w) * u32(0x10001))
-            outside = u32(0)
-            for k in range(16):
-                v = u32(lows[k] & mask)
-                outside = u32(outside + popc(u32(u32(u32(u32(v & u32(0x7FFF7FFF)) + u32(0x7FFF7FFF)) | v) & u32(0x80008000))))
-            outside = warp_sum(outside)
-            cost = u32(u32(w << u32(10)) + u32(outside << u32(5)))
-            if outside != u32(0):
-                cost = u32(cost + u32(32))
-            if cost < best or (cost == best and w < width):
-                best, width, escapes = cost, w, outside
-            w = u32(w + u32(1))
-        return width, escapes
-
-    @cuda.jit(device=True, inline="always")
-    def write_low(lane, source, width, num_bytes, at):
-        """Planes of the low bits, then the elements that do not fit; read again, since few tiles have any."""
-        if num_bytes == u32(0):
-            return
-        escapes = u32(0)
-        if num_bytes > u32(width << u32(7)):
-            escapes = u32(u32(u32(num_bytes - u32(width << u32(7))) >> u32(2)) - u32(1))
-        lows = cuda.local.array(16, u32)
-        for g in range(4):
-            load_lows(source + u64(1024 * g) + u64(lane) * u64(32), g, lows)
-        quads, words = cuda.local.array(8, u32), cuda.local.array(4, u32)
-        shift = u32(u32(LOW_BITS) - width)
-        left = width
-        position = at
-        while left != u32(0):
-            # Bits shift .. of every half, as bytes.
-            for q in range(8):
-                quads[q] = prmt(u32(lows[2 * q] >> shift), u32(lows[2 * q + 1] >> shift), EVEN)
-            if left >= u32(8):
-                for g in range(4):
-                    store_1(position + u64(256 * g) + u64(lane) * u64(8), quads[2 * g])
-                    store_1(position + u64(256 * g + 4) + u64(lane) * u64(8), quads[2 * g + 1])
-                plane = u32(8)
-            elif left >= u32(4):
-                quads_of_field(quads, 0, 4, words)
-                for w in range(4):
-                    store_1(position + u64(128 * w) + u64(lane) * u64(4), words[w])
-                plane = u32(4)
-            elif left == u32(3):
-                quads_of_field(quads, 0, 3, words)
-                for w in range(3):
-                    store_1(position + u64(128 * w) + u64(lane) * u64(4), plane_word(words, 3, w))
-                plane = u32(3)
-            elif left == u32(2):
-                quads_of_field(quads, 0, 2, words)
-                for w in range(2):
-                    store_1(position + u64(128 * w) + u64(lane) * u64(4), plane_word(words, 2, w))
-                plane = u32(2)
-            else:
-                quads_of_field(quads, 0, 1, words)
-                store_1(position + u64(lane) * u64(4), plane_word(words, 1, 0))
-                plane = u32(1)
-            position += u64(u32(plane << u32(7)))
-            shift = u32(shift + plane)
-            left = u32(left - plane)
-        if escapes != u32(0):
-            if lane == u32(0):
-                store_1(position, escapes)
-            position += u64(4)
-            mask = u32(u32(0xFFFF) >> width)
-            for g in range(4):
-                number = u32(0)
-                for k in range(8):
-                    half = u32(u32(lows[4 * g + k // 2] >> u32(16 * (k % 2))) & u32(0xFFFF))
-                    if u32(half & mask) != u32(0):
-                        number = u32(number + u32(1))
-                sums = inclusive_sum(number)
-                entry = position + u64(u32(u32(sums - number) << u32(2)))
-                for k in range(8):
-                    half = u32(u32(lows[4 * g + k // 2] >> u32(16 * (k % 2))) & u32(0xFFFF))
-                    if u32(half & mask) != u32(0):
-                        place = u32(u32(u32(256 * g + k) + u32(lane << u32(3))) << u32(16))
-                        store_1(entry, u32(place | half))
-                        entry += u64(4)
-                position += u64(u32(shuffle(sums, u32(31)) << u32(2)))
-
-    @cuda.jit(device=True, inline="always")
-    def publish(scratch, group, kind, value):
-        """Sets a group's state word; one lane calls it."""
-        epoch = u64(u64(load_state(scratch) & u64(0x3FFFFFFF)) << u64(34))
-        store_state(scratch + u64(SCAN_HEAD) + group * u64(8), u64(epoch | u64(kind << 32) | u64(value)))
-
-    @cuda.jit(device=True, inline="always")
-    def look_back(lane, scratch, group):
-        """Sum of the sizes of all groups before, once they are all published. A whole warp calls it."""
-        epoch = u64(u64(load_state(scratch) & u64(0x3FFFFFFF)) << u64(34))
-        states = scratch + u64(SCAN_HEAD)
-        before = u32(0)
-        if group != u64(0):
-            window = group
-            done = u32(0)
-            while done == u32(0):
-                ready = u32(0)
-                status, value = u32(0), u32(0)
-                while ready == u32(0):
-                    status, value = u32(INCLUSIVE), u32(0)
-                    if u64(lane) < window:
-                        state = load_state(states + u64(window - u64(1) - u64(lane)) * u64(8))
-                        value = u32(state & u64(0xFFFFFFFF))
-                        status = u32(0)
-                        if u64(state & u64(0xFFFFFFFC00000000)) == epoch:
-                            status = u32(u32(state >> u64(32)) & u32(3))
-                    ends = ballot(u32(status & u32(INCLUSIVE)))
-                    missing = ballot(u32(status == u32(0)))
-                    if ends != u32(0):
-                        missing = u32(missing & u32(u32(ends & u32(-ends & 0xFFFFFFFF)) - u32(1)))
-                    if missing == u32(0):
-                        ready = u32(1)
-                if ends != u32(0):
-                    if lane > lowest(ends):
-                        value = u32(0)
-                    done = u32(1)
-                before = u32(before + warp_sum(value))
-                window = u64(window - u64(32))
-        return before
-
-    @cuda.jit(device=True, inline="always")
-    def write_rest(x, payload, meta, bases, codes, tail, dynamic, num_tiles, numel, dynamic_bytes):
-        """Header, gaps and tail, by the last block."""
-        thread = u32(cuda.threadIdx.x)
-        if thread < u32(32):
-            word = u32(0)
-            if thread == u32(0):
-                word = u32(0x4C43435A)  # "ZCCL"
-            elif thread == u32(1):
-                word = u32(KIND)
-            elif thread == u32(2) or thread == u32(8):
-                word = u32(numel)
-            elif thread == u32(3) or thread == u32(9):
-                word = u32(numel >> u64(32))
-            elif thread == u32(4):
-                word = u32(dynamic_bytes)
-            elif thread == u32(5):
-                word = u32(dynamic_bytes >> u64(32))
-            elif thread == u32(7):
-                word = u32(1 << 16)
-            store_1(payload + u64(thread) * u64(4), word)
-        end = payload + meta + num_tiles * u64(4) + u64(thread) * u64(4)
-        if end < payload + bases:
-            store_1(end, u32(0))
-        end = payload + bases + u64((num_tiles + u64(7)) >> u64(3)) * u64(4) + u64(thread) * u64(4)
-        if end < payload + codes:
-            store_1(end, u32(0))
-        source = x + num_tiles * u64(TILE * ITEM)
-        left = u64(numel * u64(ITEM)) - num_tiles * u64(TILE * ITEM)
-        k = u64(thread)
-        while k < u64(dynamic - tail):
-            byte = u32(0)
-            if k < left:
-                byte = load_byte(source + k)
-            store_byte(payload + tail + k, byte)
-            k += u64(THREADS)
 
     def kernel(x, payload, meta, bases, codes, residual, tail, dynamic, scratch, numel):
         lane = u32(cuda.threadIdx.x & 31)
@@ -538,7 +403,10 @@ def make(dtype: DType, mode: Mode) -> Any:
             offset = warp_sum(one)
             padded = u32(u32(total + u32(3)) & u32(0xFFFFFFFC))
             if active and lane == u32(0):
-                store_1(payload + meta + tile * u64(4), u32(offset | u32(u32(top << u32(16)) | u32(flags << u32(24)))))
+                store_1(
+                    payload + meta + tile * u64(4),
+                    u32(offset | u32(u32(top << u32(16)) | u32(flags << u32(24)))),
+                )
             old_size = shared_load(u32(start + u32(4 * OLD_SIZE)))
             if warp == u32(0):
                 if here and lane == u32(0):
@@ -561,10 +429,19 @@ def make(dtype: DType, mode: Mode) -> Any:
                 old_tile = u64(waiting * u64(GROUP) + u64(warp))
                 if old_tile < num_tiles:
                     old_flags, old_low = shared_load(notes), shared_load(u32(notes + u32(4)))
-                    old_bytes, old_offset = shared_load(u32(notes + u32(8))), shared_load(u32(notes + u32(12)))
+                    old_bytes, old_offset = (
+                        shared_load(u32(notes + u32(8))),
+                        shared_load(u32(notes + u32(12))),
+                    )
                     at = chunks + u64(old_offset)
                     if LOW:
-                        write_low(lane, x + old_tile * u64(TILE * ITEM), u32(old_flags >> u32(WIDTH_SHIFT)), old_low, at)
+                        write_low(
+                            lane,
+                            x + old_tile * u64(TILE * ITEM),
+                            u32(old_flags >> u32(WIDTH_SHIFT)),
+                            old_low,
+                            at,
+                        )
                         at += u64(old_low)
                     old_chunk = u32(base + u32(4 * CHUNK) + u32(u32(u32(1) - turn) * u32(4 * CHUNK_WORDS)))
                     write_chunk(old_chunk, lane, old_bytes, at)
@@ -577,7 +454,9 @@ def make(dtype: DType, mode: Mode) -> Any:
                         store_byte(at + u64(u32(old_bytes + lane)), u32(0))
                 if waiting == num_groups - u64(1):
                     written = chunks + u64(old_size) - payload - dynamic
-                    write_rest(x, payload, meta, bases, codes, tail, dynamic, num_tiles, numel, written)
+                    write_frame(
+                        x, payload, meta, bases, codes, tail, dynamic, num_tiles, numel, written, KIND, ITEM
+                    )
             if here:
                 cuda.syncwarp()
                 if lane == u32(0):
