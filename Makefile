@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV = .venv
 RUN = $(VENV)/bin/python
 
-.PHONY: demo demo-slow-link test lint bench bench-slow-link clean
+.PHONY: demo demo-slow-link test test-gpu lint bench bench-slow-link clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/train_ddp.py
@@ -15,6 +15,11 @@ demo-slow-link: $(VENV)/installed
 
 test: lint
 	$(RUN) -m pytest
+
+# With the PyTorch and Numba that the GPU machine has, not with .venv.
+test-gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest tests/test_cuda.py
+	PYTHONPATH=. $(PYTHON) benchmarks/bench_cuda.py
 
 lint: $(VENV)/installed-dev
 	$(RUN) -m ruff check .

@@ -24,7 +24,7 @@ def run(*command: str, status: int = 0) -> str:
 
 
 def test_demo_trains_with_equal_losses() -> None:
-    output = run("examples/train_ddp.py", "--steps", "5", "--width", "128", "--layers", "2")
+    output = run("examples/train_ddp.py", "--steps", "5", "--layers", "2")
     assert output.count("yes") == 5 and "NO" not in output
     assert "parameters after 5 steps: same bits" in output
     losses = re.findall(r"^ +\d+ +(\d\.\d+) +(\d\.\d+) +yes$", output, re.MULTILINE)

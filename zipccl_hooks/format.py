@@ -87,6 +87,7 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from .errors import CorruptPayload, FormatMismatch
 
@@ -245,6 +246,10 @@ def layout(numel: int, dtype: DType, mode: Mode) -> Layout:
     )  # fmt: skip
 
 
+# For sizes known as numbers: a training step asks for the same few over and over.
+cached_layout = lru_cache(maxsize=4096)(layout)
+
+
 def checksum(data: bytes) -> int:
     """The checksum's sum over ``data``. For headers: a tensor's is the codec's to compute."""
     total = 0
@@ -278,7 +283,7 @@ class Header:
 
     @property
     def layout(self) -> Layout:
-        return layout(self.numel, self.dtype, self.mode)
+        return cached_layout(self.numel, self.dtype, self.mode)
 
     @property
     def payload_bytes(self) -> int:

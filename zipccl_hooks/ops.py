@@ -1,4 +1,4 @@
-"""``torch.ops.zipccl``: the codec as PyTorch operators. Schema, fake, CPU implementation, in that order.
+"""``torch.ops.zipccl``: the codec as PyTorch operators. Schema, fake, implementations, in that order.
 
 Buffers have sizes that follow from shapes, so nothing here depends on data under ``torch.compile``: a
 payload buffer holds ``payload_capacity`` bytes, and the payload's header tells how many are used.
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .errors import CorruptPayload, ZipcclError
-from .format import DTYPES, GROUP, HEADER_BYTES, TILE, DType, Header, Layout, Mode, layout
+from .format import DTYPES, GROUP, HEADER_BYTES, TILE, DType, Header, Layout, Mode, cached_layout, layout
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,12 +32,15 @@ _library = torch.library.Library("zipccl", "DEF")
 _library.define("encode(Tensor x, int wire_mode) -> Tensor")
 _library.define("encode.out(Tensor x, int wire_mode, *, Tensor(a!) payload) -> ()")
 _library.define("decode(Tensor payload, SymInt numel, ScalarType dtype) -> Tensor")
-_library.define("decode.out(Tensor payload, *, Tensor(a!) out) -> ()")
+_library.define("decode.out(Tensor payload, *, int wire_mode=-1, Tensor(a!) out) -> ()")
 _library.define("checksum(Tensor x) -> Tensor")
 _library.define("decode_sum(Tensor[] sources, SymInt numel, ScalarType dtype, float scale=1.0) -> Tensor")
-_library.define("decode_sum.out(Tensor[] sources, float scale=1.0, *, Tensor(a!) out) -> ()")
+_library.define(
+    "decode_sum.out(Tensor[] sources, float scale=1.0, *, int wire_mode=-1, Tensor(a!) out) -> ()"
+)
 
 
+@cache
 def format_dtype(dtype: torch.dtype) -> DType:
     """What the wire format knows of a torch dtype; TypeError where it cannot hold it."""
     known = DTYPES.get(str(dtype).removeprefix("torch."))
@@ -72,12 +76,18 @@ def decode(payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.ops.zipccl.decode.default(payload, numel, dtype)
 
 
-def decode_out(payload: Tensor, *, out: Tensor) -> None:
-    """``decode`` into ``out``, contiguous, of the encoded tensor's dtype and numel."""
-    torch.ops.zipccl.decode.out(payload, out=out)
+def decode_out(payload: Tensor, *, wire_mode: int = -1, out: Tensor) -> None:
+    """``decode`` into ``out``, contiguous, of the encoded tensor's dtype and numel.
+
+    On CUDA a caller who knows the payload's mode passes it: then nothing waits for the device, and a
+    corrupt payload sets ``cuda.launch.corrupt_flag`` instead of raising.
+    """
+    torch.ops.zipccl.decode.out(payload, wire_mode=wire_mode, out=out)
 
 
-def decode_sum_out(sources: Sequence[Tensor], *, scale: float = 1.0, out: Tensor) -> None:
+def decode_sum_out(
+    sources: Sequence[Tensor], *, scale: float = 1.0, wire_mode: int = -1, out: Tensor
+) -> None:
     """``out = sum(source * scale)``: products in out's dtype, summed in fp32 in order, rounded once.
 
     A source is a payload (uint8) of out's dtype and numel, or a plain tensor of out's dtype: a rank's
@@ -85,7 +95,7 @@ def decode_sum_out(sources: Sequence[Tensor], *, scale: float = 1.0, out: Tensor
     PREMUL_SUM and in DDP, so that two ranks get their bits. ``out`` is contiguous float32, bfloat16 or
     float16, and may be one of the sources. The ``peer`` of a ZipcclError is the index of the source at fault.
     """
-    torch.ops.zipccl.decode_sum.out(list(sources), scale, out=out)
+    torch.ops.zipccl.decode_sum.out(list(sources), scale, wire_mode=wire_mode, out=out)
 
 
 def checksum(x: Tensor) -> Tensor:
@@ -121,11 +131,11 @@ def _(x: Tensor, wire_mode: int, *, payload: Tensor) -> None: ...
 
 
 @torch.library.register_fake("zipccl::decode.out", lib=_library)
-def _(payload: Tensor, *, out: Tensor) -> None: ...
+def _(payload: Tensor, *, wire_mode: int = -1, out: Tensor) -> None: ...
 
 
 @torch.library.register_fake("zipccl::decode_sum.out", lib=_library)
-def _(sources: list[Tensor], scale: float = 1.0, *, out: Tensor) -> None: ...
+def _(sources: list[Tensor], scale: float = 1.0, *, wire_mode: int = -1, out: Tensor) -> None: ...
 
 
 # CPU
@@ -146,8 +156,7 @@ def _aligned(payload: Tensor) -> Tensor:
 
 def _checked_layout(payload: Tensor, out: Tensor) -> tuple[np.ndarray[Any, Any], Layout]:
     """(payload's bytes, layout), once the header is found to describe ``out``."""
-    if payload.dtype != torch.uint8:
-        raise TypeError(f"payload: expected torch.uint8, got {payload.dtype}")
+    _check_uint8(payload)
     data = _aligned(payload.reshape(-1)).numpy()
     header = Header.unpack(data[:HEADER_BYTES].tobytes(), len(data))
     if header.dtype != format_dtype(out.dtype) or header.numel != out.numel():
@@ -156,6 +165,11 @@ def _checked_layout(payload: Tensor, out: Tensor) -> tuple[np.ndarray[Any, Any],
             f"got {header.numel} of torch.{header.dtype.name}"
         )
     return data[: header.payload_bytes], header.layout
+
+
+def _check_uint8(payload: Tensor) -> None:
+    if payload.dtype != torch.uint8:
+        raise TypeError(f"payload: expected torch.uint8, got {payload.dtype}")
 
 
 def _check_contiguous(name: str, tensor: Tensor) -> None:
@@ -172,37 +186,31 @@ def _named(source: int) -> Iterator[None]:
         raise type(error)(error.message, peer=source) from None
 
 
-def _encode_out_cpu(x: Tensor, wire_mode: int, *, payload: Tensor) -> None:
-    from . import cpu
-
-    lay = layout(x.numel(), format_dtype(x.dtype), Mode(wire_mode))
+def _encode_layout(x: Tensor, wire_mode: int, payload: Tensor) -> Layout:
+    """The layout of what is to be encoded, once ``payload`` is found to hold it."""
+    lay = cached_layout(x.numel(), format_dtype(x.dtype), Mode(wire_mode))
     _check_contiguous("payload", payload)
     if payload.dtype != torch.uint8 or payload.numel() < lay.max_bytes or payload.data_ptr() % 4:
         raise ValueError(
             f"payload: expected torch.uint8 of at least {lay.max_bytes} elements starting on 4 bytes, "
             f"got {payload.dtype} of {payload.numel()} at {payload.data_ptr() % 4}"
         )
+    return lay
+
+
+def _encode_out_cpu(x: Tensor, wire_mode: int, *, payload: Tensor) -> None:
+    from . import cpu
+
+    lay = _encode_layout(x, wire_mode, payload)
     cpu.encode(_bits(x.contiguous(), lay.dtype), lay, payload.view(-1).numpy())
 
 
-def _encode_cpu(x: Tensor, wire_mode: int) -> Tensor:
-    payload = torch.zeros(payload_capacity(x.numel(), x.dtype, Mode(wire_mode)), dtype=torch.uint8)
-    _encode_out_cpu(x, wire_mode, payload=payload)
-    return payload
-
-
-def _decode_out_cpu(payload: Tensor, *, out: Tensor) -> None:
+def _decode_out_cpu(payload: Tensor, *, wire_mode: int = -1, out: Tensor) -> None:
     from . import cpu
 
     _check_contiguous("out", out)
     data, lay = _checked_layout(payload, out)
     cpu.decode(data, lay, _bits(out, lay.dtype))
-
-
-def _decode_cpu(payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(numel, dtype=dtype)
-    _decode_out_cpu(payload, out=out)
-    return out
 
 
 def _checksum_cpu(x: Tensor) -> Tensor:
@@ -212,27 +220,34 @@ def _checksum_cpu(x: Tensor) -> Tensor:
     return torch.tensor(cpu.checksum(_bits(x, format_dtype(x.dtype)).view("uint8")))
 
 
-def _decode_sum_out_cpu(sources: list[Tensor], scale: float = 1.0, *, out: Tensor) -> None:
-    from . import cpu
-
+def _check_sum(sources: list[Tensor], out: Tensor) -> None:
     if out.dtype not in SUM_DTYPES:
         raise TypeError(f"out: expected one of {SUM_DTYPES}, got {out.dtype}")
     if not sources:
         raise ValueError("sources: expected at least one tensor, got none")
     _check_contiguous("out", out)
+    for source in sources:
+        if source.dtype != torch.uint8 and (source.dtype, source.numel()) != (out.dtype, out.numel()):
+            raise ValueError(
+                f"sources: expected payloads or {out.numel()} elements of {out.dtype}, "
+                f"got {source.numel()} of {source.dtype}"
+            )
+
+
+def _decode_sum_out_cpu(
+    sources: list[Tensor], scale: float = 1.0, *, wire_mode: int = -1, out: Tensor
+) -> None:
+    from . import cpu
+
+    _check_sum(sources, out)
     flat = out.view(-1)
     parsed: list[tuple[np.ndarray[Any, Any], Layout] | Tensor] = []
     for k, source in enumerate(sources):
         if source.dtype == torch.uint8:
             with _named(k):
                 parsed.append(_checked_layout(source, out))
-        elif source.dtype == out.dtype and source.numel() == out.numel():
-            parsed.append(source.reshape(-1))
         else:
-            raise ValueError(
-                f"sources: expected payloads or {out.numel()} elements of {out.dtype}, "
-                f"got {source.numel()} of {source.dtype}"
-            )
+            parsed.append(source.reshape(-1))
     block = SUM_BLOCK * torch.get_num_threads()
     decoded, total = (
         flat.new_empty(min(block, len(flat))),
@@ -253,19 +268,70 @@ def _decode_sum_out_cpu(sources: list[Tensor], scale: float = 1.0, *, out: Tenso
         flat[start:stop].copy_(acc)
 
 
-def _decode_sum_cpu(sources: list[Tensor], numel: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    out = torch.empty(numel, dtype=dtype)
-    _decode_sum_out_cpu(sources, scale, out=out)
+# CUDA
+
+
+def _encode_out_cuda(x: Tensor, wire_mode: int, *, payload: Tensor) -> None:
+    from .cuda import implementation
+
+    lay = _encode_layout(x, wire_mode, payload)
+    implementation.encode_out(x.detach().contiguous(), lay, payload.view(-1))
+
+
+def _decode_out_cuda(payload: Tensor, *, wire_mode: int = -1, out: Tensor) -> None:
+    from .cuda import implementation
+
+    _check_contiguous("out", out)
+    _check_uint8(payload)
+    implementation.decode_out(payload.reshape(-1), format_dtype(out.dtype), wire_mode, out.detach())
+
+
+def _checksum_cuda(x: Tensor) -> Tensor:
+    from .cuda import implementation
+
+    _check_contiguous("x", x)
+    return implementation.checksum(x.detach())
+
+
+def _decode_sum_out_cuda(
+    sources: list[Tensor], scale: float = 1.0, *, wire_mode: int = -1, out: Tensor
+) -> None:
+    from .cuda import implementation
+
+    _check_sum(sources, out)
+    implementation.decode_sum_out(sources, format_dtype(out.dtype), scale, wire_mode, out.detach())
+
+
+# Functional forms, on every device
+
+
+def _encode(x: Tensor, wire_mode: int) -> Tensor:
+    capacity = payload_capacity(x.numel(), x.dtype, Mode(wire_mode))
+    payload = torch.zeros(capacity, dtype=torch.uint8, device=x.device)
+    encode_out(x, wire_mode, payload=payload)
+    return payload
+
+
+def _decode(payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(numel, dtype=dtype, device=payload.device)
+    decode_out(payload, out=out)
     return out
 
 
-for _name, _function in (
-    ("encode", _encode_cpu),
-    ("encode.out", _encode_out_cpu),
-    ("decode", _decode_cpu),
-    ("decode.out", _decode_out_cpu),
-    ("checksum", _checksum_cpu),
-    ("decode_sum", _decode_sum_cpu),
-    ("decode_sum.out", _decode_sum_out_cpu),
+def _decode_sum(sources: list[Tensor], numel: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    out = torch.empty(numel, dtype=dtype, device=sources[0].device if sources else None)
+    decode_sum_out(sources, scale=scale, out=out)
+    return out
+
+
+for _name, _cpu, _cuda in (
+    ("encode.out", _encode_out_cpu, _encode_out_cuda),
+    ("decode.out", _decode_out_cpu, _decode_out_cuda),
+    ("checksum", _checksum_cpu, _checksum_cuda),
+    ("decode_sum.out", _decode_sum_out_cpu, _decode_sum_out_cuda),
 ):
+    _library.impl(_name, _cpu, "CPU")
+    _library.impl(_name, _cuda, "CUDA")
+for _name, _function in (("encode", _encode), ("decode", _decode), ("decode_sum", _decode_sum)):
     _library.impl(_name, _function, "CPU")
+    _library.impl(_name, _function, "CUDA")

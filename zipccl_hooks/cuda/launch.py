@@ -16,7 +16,7 @@ import re
 import struct
 import tempfile
 import threading
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,15 @@ from torch import Tensor
 
 from ..config import cache_directory
 from ..errors import CorruptPayload
-from ..format import DTYPES, GROUP, HEADER_BYTES, Header, Layout, Mode, layout
+from ..format import DTYPES, GROUP, HEADER_BYTES, Header, Layout, Mode
 
 THREADS = 32 * GROUP
 MIN_CAPABILITY = (8, 0)  # redux.sync, and L1 hints on loads
 ENCODE_ARGUMENTS, DECODE_ARGUMENTS = 10, 11
-# Registers a thread may use, where the compiler by itself takes more than pays (H200, bf16, 1 GiB: dense
-# decode 1318 GB/s with 53 registers and 4 blocks a multiprocessor, 1461 with 40 and 6).
-MAX_REGISTERS = {("decode", Mode.DENSE): 40}
+# Registers a thread may use. By itself the compiler takes more, and fewer blocks fit a multiprocessor. H200,
+# 1 GiB, GB/s without and with: bf16 dense decode 1318, 1461; fp16 fast encode 1544, 1739; fp32 holding
+# bf16 values, dense decode 1694, 2029 (with 40 instead of 64: 928).
+MAX_REGISTERS, MAX_REGISTERS_FP32 = 40, 64
 SCAN_HEAD_BYTES = 16  # of the encoder's scratch, before a state word a group
 
 
@@ -71,8 +72,8 @@ def compiled_ptx(kind: str, dtype_name: str, mode: Mode, capability: tuple[int, 
 
     module, arguments = {"encode": (encode, ENCODE_ARGUMENTS), "decode": (decode, DECODE_ARGUMENTS)}[kind]
     text = _jit.compile_ptx(module.make(DTYPES[dtype_name], mode), arguments, capability)
-    if (registers := MAX_REGISTERS.get((kind, mode))) is not None:
-        text = re.sub(r"(\.visible \.entry \w+\([^)]*\)\n)", rf"\g<1>.maxnreg {registers}\n", text)
+    registers = MAX_REGISTERS_FP32 if DTYPES[dtype_name].low_bits else MAX_REGISTERS
+    text = re.sub(r"(\.visible \.entry \w+\([^)]*\)\n)", rf"\g<1>.maxnreg {registers}\n", text)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -175,11 +176,6 @@ def corrupt_flag(device: int) -> Tensor:
 # The launchers
 
 
-@lru_cache(maxsize=4096)
-def _layout(numel: int, dtype_name: str, mode: Mode) -> Layout:
-    return layout(numel, DTYPES[dtype_name], mode)
-
-
 def _groups(lay: Layout) -> int:
     return max(1, -(-lay.num_tiles // GROUP))
 
@@ -188,12 +184,11 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def encode(x: Tensor, mode: Mode, payload: Tensor, dtype_name: str) -> None:
+def encode(x: Tensor, lay: Layout, payload: Tensor) -> None:
     """Starts encoding contiguous ``x`` into ``payload``, on 16 bytes, of the layout's max_bytes or more."""
     device = x.get_device()
-    lay = _layout(x.numel(), dtype_name, mode)
-    if mode == Mode.RAW:
-        header = Header(lay.dtype, mode, lay.numel, 0, (lay.numel,)).pack()
+    if lay.mode == Mode.RAW:
+        header = Header(lay.dtype, lay.mode, lay.numel, 0, (lay.numel,)).pack()
         payload[:HEADER_BYTES].copy_(
             torch.frombuffer(bytearray(header), dtype=torch.uint8), non_blocking=False
         )
@@ -201,7 +196,7 @@ def encode(x: Tensor, mode: Mode, payload: Tensor, dtype_name: str) -> None:
         return
     x = _aligned(x)
     groups = _groups(lay)
-    function = _function("encode", dtype_name, mode, device)
+    function = _function("encode", lay.dtype.name, lay.mode, device)
     _launch(
         function, min(groups, _resident_blocks(function, device)), device,
         x.data_ptr(), payload.data_ptr(), lay.meta, lay.bases, lay.codes, lay.residual, lay.tail,
@@ -209,21 +204,20 @@ def encode(x: Tensor, mode: Mode, payload: Tensor, dtype_name: str) -> None:
     )  # fmt: skip
 
 
-def decode(payload: Tensor, mode: Mode, out: Tensor, dtype_name: str) -> None:
-    """Starts decoding a payload of a known mode into contiguous ``out``; see corrupt_flag."""
+def decode(payload: Tensor, lay: Layout, out: Tensor) -> None:
+    """Starts decoding a payload of a known layout into contiguous ``out``; see corrupt_flag."""
     device = out.get_device()
-    lay = _layout(out.numel(), dtype_name, mode)
     if payload.numel() < lay.static_bytes:
         raise CorruptPayload(
             f"payload size: expected at least {lay.static_bytes} bytes, got {payload.numel()}"
         )
-    if mode == Mode.RAW:
+    if lay.mode == Mode.RAW:
         out.view(-1).view(torch.uint8).copy_(payload[HEADER_BYTES : lay.static_bytes])
         return
     payload = _aligned(payload)
     target = out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
     _launch(
-        _function("decode", dtype_name, mode, device), _groups(lay), device,
+        _function("decode", lay.dtype.name, lay.mode, device), _groups(lay), device,
         payload.data_ptr(), payload.numel(), lay.meta, lay.bases, lay.codes, lay.residual, lay.tail,
         lay.static_bytes, target.data_ptr(), lay.numel, corrupt_flag(device).data_ptr(),
     )  # fmt: skip

@@ -1,0 +1,183 @@
+"""The CUDA codec on a device: the bytes of the reference, on any stream, in graphs, from damaged input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from corpus import CODED, STORED, bits, corpus, known, name_of
+from torch import Tensor
+
+from zipccl_hooks import decode, encode, ops, reference
+from zipccl_hooks.errors import CorruptPayload
+from zipccl_hooks.format import TILE, Mode
+
+pytestmark = pytest.mark.gpu
+MODES = pytest.mark.parametrize("mode", [Mode.FAST, Mode.DENSE], ids=["fast", "dense"])
+DTYPES = pytest.mark.parametrize("dtype", CODED, ids=name_of)
+
+
+def poisoned(num_bytes: int) -> Tensor:
+    return torch.full((num_bytes,), 0xA5, dtype=torch.uint8, device="cuda")
+
+
+def gaussian(numel: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (torch.randn(numel, generator=generator, device="cuda") * 0.02).to(dtype)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+@DTYPES
+@MODES
+@pytest.mark.parametrize("numel", [0, 5, TILE, 9 * TILE + 77, 24 * TILE + 5, 64 * TILE])
+def test_bytes_of_the_reference(dtype: torch.dtype, mode: Mode, numel: int) -> None:
+    for name, x in corpus(dtype, numel).items():
+        expected = reference.encode(bits(x), known(dtype), mode)
+        buffer = poisoned(ops.payload_capacity(numel, dtype, mode) + 64)
+        ops.encode_out(x.cuda(), mode, payload=buffer)
+        got = buffer.cpu().numpy().tobytes()
+        assert got[: len(expected)] == expected, name
+        assert set(got[len(expected) :]) <= {0xA5}, name
+        payload = torch.frombuffer(bytearray(expected), dtype=torch.uint8).cuda()
+        for wire_mode in (-1, int(mode)):
+            out = poisoned(numel * dtype.itemsize).view(dtype)
+            ops.decode_out(payload, wire_mode=wire_mode, out=out)
+            assert np.array_equal(bits(out.cpu()), bits(x)), name
+
+
+@pytest.mark.parametrize("dtype", [*CODED, *STORED], ids=name_of)
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5, 1031)], ids=str)
+def test_public_functions(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = (torch.randn(shape) * 3).to(dtype).cuda()
+    payload = encode(x)
+    assert payload.is_cuda and same(payload.cpu(), encode(x.cpu()))
+    decoded = decode(payload)
+    assert decoded.is_cuda and decoded.shape == x.shape and same(decoded, x)
+    assert same(decode(payload.cpu()), x.cpu())
+
+
+@pytest.mark.parametrize("dtype", CODED, ids=name_of)
+def test_any_alignment(dtype: torch.dtype) -> None:
+    x = gaussian(20_001, dtype)[1:]
+    payload = encode(x)
+    assert same(payload.cpu(), encode(x.cpu()))
+    shifted = torch.cat([poisoned(3), payload])[3:]
+    out = poisoned(20_001 * dtype.itemsize).view(dtype)
+    ops.decode_out(shifted, out=out[1:])
+    assert same(out[1:], x)
+
+
+@MODES
+def test_the_same_bytes_every_time(mode: Mode) -> None:
+    """Blocks end in another order each time."""
+    x = gaussian(5000 * TILE + 3)
+    first = ops.encode(x, mode)
+    buffer = torch.zeros_like(first)
+    for _ in range(30):
+        ops.encode_out(x, mode, payload=buffer)
+        assert torch.equal(buffer, first)
+
+
+@MODES
+def test_decode_sum(mode: Mode) -> None:
+    for dtype in ops.SUM_DTYPES:
+        terms = [gaussian(40_000, dtype, seed) for seed in range(4)]
+        sources = [terms[0], *(ops.encode(t, mode) for t in terms[1:])]
+        out = torch.empty_like(terms[0])
+        for scale in (1.0, 0.25, 1 / 3):
+            ops.decode_sum_out(sources, scale=scale, out=out)
+            expected = torch.empty(40_000, dtype=dtype)
+            ops.decode_sum_out([t.cpu() for t in terms], scale=scale, out=expected)
+            assert same(out.cpu(), expected), (dtype, scale)
+
+
+@MODES
+def test_streams(mode: Mode) -> None:
+    """Work is ordered with torch's current stream, and streams do not share scratch."""
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    inputs, buffers, outs = [], [], []
+    for k, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2_000_000)
+            x = gaussian((500 + 100 * k) * TILE + k, seed=k)
+            buffer = torch.zeros(
+                ops.payload_capacity(x.numel(), x.dtype, mode), dtype=torch.uint8, device="cuda"
+            )
+            out = torch.zeros_like(x)
+            for _ in range(3):
+                ops.encode_out(x, mode, payload=buffer)
+                ops.decode_out(buffer, wire_mode=mode, out=out)
+            inputs.append(x), buffers.append(buffer), outs.append(out)
+    torch.cuda.synchronize()
+    for x, buffer, out in zip(inputs, buffers, outs, strict=True):
+        assert same(out, x)
+        assert torch.equal(buffer, ops.encode(x, mode))
+
+
+@MODES
+def test_graph_capture_and_replay(mode: Mode) -> None:
+    x = gaussian(300 * TILE + 9)
+    buffer = torch.zeros(ops.payload_capacity(x.numel(), x.dtype, mode), dtype=torch.uint8, device="cuda")
+    out = torch.zeros_like(x)
+    ops.decode_out(ops.encode(x, mode), wire_mode=mode, out=out)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.encode_out(x, mode, payload=buffer)
+        ops.decode_out(buffer, wire_mode=mode, out=out)
+    for seed in range(1, 5):
+        x.copy_(gaussian(x.numel(), seed=seed))
+        buffer.zero_(), out.zero_()
+        graph.replay()
+        assert same(out, x)
+        assert torch.equal(buffer, ops.encode(x, mode))  # an eager call between replays
+
+
+def test_more_than_two_to_the_31_bytes() -> None:
+    x = gaussian(1_200_000_007)
+    out = torch.zeros_like(x)
+    buffer = torch.empty(
+        ops.payload_capacity(x.numel(), x.dtype, Mode.FAST), dtype=torch.uint8, device="cuda"
+    )
+    ops.encode_out(x, Mode.FAST, payload=buffer)
+    ops.decode_out(buffer, wire_mode=Mode.FAST, out=out)
+    assert torch.equal(out.view(torch.int16), x.view(torch.int16))
+
+
+@DTYPES
+@MODES
+def test_damaged_payloads_end(dtype: torch.dtype, mode: Mode) -> None:
+    """An error or other values, within the buffers (compute-sanitizer watches the same test)."""
+    x = gaussian(17 * TILE + 5, dtype)
+    payload = ops.encode(x, mode)
+    payload = payload[
+        : reference.Header.unpack(payload[:128].cpu().numpy().tobytes(), len(payload)).payload_bytes
+    ]
+    generator = torch.Generator().manual_seed(1)
+    out = torch.empty_like(x)
+    for position in torch.randint(len(payload), (300,), generator=generator).tolist():
+        damaged = payload.clone()
+        damaged[position] ^= 1 << position % 8
+        try:
+            ops.decode_out(damaged, out=out)
+        except CorruptPayload:
+            continue
+    with pytest.raises(CorruptPayload):
+        ops.decode_out(payload[:-200], out=out)
+    ops.decode_out(payload, out=out)
+    assert same(out, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
+def test_opcheck(dtype: torch.dtype) -> None:
+    x = gaussian(9001, dtype)
+    payload = ops.encode(x, 1)
+    zipccl = torch.ops.zipccl
+    torch.library.opcheck(zipccl.encode.default, (x, 1))
+    torch.library.opcheck(zipccl.encode.out, (x, 1), {"payload": torch.zeros_like(payload)})
+    torch.library.opcheck(zipccl.decode.default, (payload, 9001, dtype))
+    torch.library.opcheck(zipccl.decode.out, (payload,), {"wire_mode": 1, "out": torch.empty_like(x)})
+    torch.library.opcheck(zipccl.decode_sum.out, ([payload, x], 0.5), {"out": torch.empty_like(x)})
+    torch.library.opcheck(zipccl.checksum.default, (x,))

@@ -1,0 +1,85 @@
+"""The operators of ops.py on CUDA tensors. Nothing waits for the device, but where a docstring says so."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from ..errors import CorruptPayload
+from ..format import HEADER_BYTES, DType, Header, Layout, Mode, cached_layout
+from . import launch
+
+CHECKSUM_WORDS = 1 << 24  # at a time: the sum is formed in int64 temporaries
+
+
+def _on(device: int) -> AbstractContextManager[object]:
+    """Makes a tensor's device the current one, where it is not."""
+    return nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)
+
+
+def encode_out(x: Tensor, lay: Layout, payload: Tensor) -> None:
+    if payload.data_ptr() % 16:
+        raise ValueError(f"payload: expected to start on 16 bytes, got {payload.data_ptr() % 16} beyond")
+    with _on(x.get_device()):
+        launch.encode(x, lay, payload)
+
+
+def decode_out(payload: Tensor, dtype: DType, wire_mode: int, out: Tensor) -> None:
+    """With the mode unknown (-1) waits for the header and raises CorruptPayload; else launch.corrupt_flag."""
+    device = out.get_device()
+    with _on(device):
+        if wire_mode >= 0:
+            launch.decode(payload, cached_layout(out.numel(), dtype, Mode(wire_mode)), out)
+            return
+        header = Header.unpack(payload[:HEADER_BYTES].cpu().numpy().tobytes(), payload.numel())
+        if header.dtype != dtype or header.numel != out.numel():
+            raise CorruptPayload(
+                f"payload: expected {out.numel()} elements of {out.dtype}, "
+                f"got {header.numel} of torch.{header.dtype.name}"
+            )
+        flag = launch.corrupt_flag(device)
+        flag.zero_()
+        launch.decode(payload[: header.payload_bytes], header.layout, out)
+        if flag.item():
+            raise CorruptPayload("payload: the dynamic part contradicts the static part")
+
+
+def checksum(x: Tensor) -> Tensor:
+    """For the public ``encode`` and ``decode``, which wait anyway: torch operations, not a kernel."""
+    data = x.view(-1).view(torch.uint8)
+    padded = torch.nn.functional.pad(data, (0, -data.numel() % 4)) if data.numel() % 4 else data
+    words, mask = (
+        padded.clone().view(torch.int32) if padded.data_ptr() % 4 else padded.view(torch.int32),
+        0xFFFFFFFF,
+    )
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, words.numel(), CHECKSUM_WORDS):
+        v = words[start : start + CHECKSUM_WORDS].to(torch.int64)
+        index = torch.arange(start, start + len(v), dtype=torch.int64, device=x.device)
+        v = (v + (index & mask) * 0x9E3779B1) & mask
+        # 32 by 31 bits, so that the product stays below 2**63.
+        v = ((v ^ (v >> 16)) * 0x7FEB352D) & mask
+        total += (v ^ (v >> 15)).sum()
+    return total & mask
+
+
+def decode_sum_out(sources: list[Tensor], dtype: DType, scale: float, wire_mode: int, out: Tensor) -> None:
+    """Decodes source after source; waits as decode_out does."""
+    total = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
+    decoded = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+    for k, source in enumerate(sources):
+        term = source.reshape(-1)
+        if source.dtype == torch.uint8:
+            try:
+                decode_out(term, dtype, wire_mode, decoded)
+            except CorruptPayload as error:
+                raise CorruptPayload(error.message, peer=k) from None
+            term = decoded
+        term = term if scale == 1.0 else term * scale
+        if k == 0:
+            total.copy_(term)
+        else:
+            total.add_(term)
+    out.view(-1).copy_(total)
