@@ -167,6 +167,7 @@ def make(dtype: DType, mode: Mode) -> Any:
                                     u32(values + where[k]), u32(u32(quad >> u32(8 * k)) & u32(255))
                                 )
                 if ballot(further) != u32(0):
+                    cuda.syncwarp()  # places are compacted in place: everyone has read before anyone writes
                     count = popc(further)
                     sums = inclusive_sum(count)
                     slot = u32(u32(kept + sums) - count)

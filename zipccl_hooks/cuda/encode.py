@@ -256,6 +256,7 @@ def make(dtype: DType, mode: Mode) -> Any:
                 if shift > u32(32 - 4 * LEVEL_BITS):
                     shared_or(u32(word + u32(4)), u32(symbols >> u32(u32(32) - shift)))
             if ballot(further) != u32(0):
+                cuda.syncwarp()  # the list is compacted in place: everyone has read before anyone writes
                 number = popc(further)
                 sums = inclusive_sum(number)
                 at = u32(u32(base + u32(4 * LIST)) + u32(u32(kept + sums) - number))
