@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -595,6 +596,25 @@ if sys.argv[3] == "wait":
 dist.destroy_process_group()
 print("left")
 """
+
+
+CONFIGURED = """
+import sys, torch, torch.distributed as dist
+from zipccl_hooks import Policy, collectives, stats
+dist.init_process_group("cpu:gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+x = torch.full((9000,), 1.5)
+collectives.all_reduce(x, policy=Policy(min_bytes=0))
+assert x.eq(3).all() and stats().calls["all_reduce"].compressed_calls == 1
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+def test_backend_strings_and_debug_wrappers(tmp_path: Path, debug: str) -> None:
+    command = [sys.executable, "-c", CONFIGURED, str(tmp_path / "store")]
+    environment = os.environ | {"TORCH_DISTRIBUTED_DEBUG": debug}
+    processes = [subprocess.Popen([*command, str(r)], env=environment) for r in range(2)]
+    assert [process.wait(timeout=60) for process in processes] == [0, 0]
 
 
 @pytest.mark.parametrize("how", ["wait", "work in flight"])

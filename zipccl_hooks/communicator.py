@@ -89,7 +89,9 @@ class Communicator:
         # dist.new_group: that needs every rank of the world, or else (use_local_synchronization) names the
         # group by the number of groups each member has, and members with different numbers never meet.
         store = dist.PrefixStore("zipccl", dist.distributed_c10d._get_process_group_store(group))
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        native: Any = group._get_backend(torch.device("cpu"))
+        native = getattr(native, "wrapped_pg", native)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+        timeout = native.options._timeout
         self.backend: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
         self.recorder = recorder(group)
         self._buffers: dict[str, Tensor] = {}

@@ -52,8 +52,10 @@ def decline_reason(
         return f"tensor subclass {type(tensor).__name__}"
     if tensor.device.type != "cpu":
         return f"device {tensor.device.type}"
-    if dist.get_backend(group) != "gloo":
-        return f"backend {dist.get_backend(group)}"
+    # Not get_backend, which knows one name only: a group may have gloo for CPUs and NCCL for GPUs.
+    backends = dist.distributed_c10d._world.pg_backend_config[group]
+    if "cpu:gloo" not in backends:
+        return f"backend {backends}"
     if group in dist.distributed_c10d._world.pg_coalesce_state:
         return "coalescing"
     if tensor.dtype not in _MOVABLE_DTYPES:

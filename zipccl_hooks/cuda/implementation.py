@@ -39,9 +39,8 @@ def decode_out(payload: Tensor, dtype: DType, wire_mode: int, out: Tensor) -> No
                 f"payload: expected {out.numel()} elements of {out.dtype}, "
                 f"got {header.numel} of torch.{header.dtype.name}"
             )
-        flag = launch.corrupt_flag(device)
-        flag.zero_()
-        launch.decode(payload[: header.payload_bytes], header.layout, out)
+        flag = torch.zeros(1, dtype=torch.int32, device=device)
+        launch.decode(payload[: header.payload_bytes], header.layout, out, flag)
         if flag.item():
             raise CorruptPayload("payload: the dynamic part contradicts the static part")
 

@@ -169,7 +169,7 @@ def _resident_blocks(function: Any, device: int) -> int:
 
 @cache
 def corrupt_flag(device: int) -> Tensor:
-    """int32[1] on the device, 1 once a decoder met a payload that contradicts itself."""
+    """int32[1] on the device: what decoders set that nobody waits for. A caller looks when it waits anyway."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
@@ -204,8 +204,11 @@ def encode(x: Tensor, lay: Layout, payload: Tensor) -> None:
     )  # fmt: skip
 
 
-def decode(payload: Tensor, lay: Layout, out: Tensor) -> None:
-    """Starts decoding a payload of a known layout into contiguous ``out``; see corrupt_flag."""
+def decode(payload: Tensor, lay: Layout, out: Tensor, flag: Tensor | None = None) -> None:
+    """Starts decoding a payload of a known layout into contiguous ``out``.
+
+    ``flag``, int32[1] on the device, is set to 1 if the payload contradicts itself; see corrupt_flag.
+    """
     device = out.get_device()
     if payload.numel() < lay.static_bytes:
         raise CorruptPayload(
@@ -219,7 +222,8 @@ def decode(payload: Tensor, lay: Layout, out: Tensor) -> None:
     _launch(
         _function("decode", lay.dtype.name, lay.mode, device), _groups(lay), device,
         payload.data_ptr(), payload.numel(), lay.meta, lay.bases, lay.codes, lay.residual, lay.tail,
-        lay.static_bytes, target.data_ptr(), lay.numel, corrupt_flag(device).data_ptr(),
+        lay.static_bytes, target.data_ptr(), lay.numel,
+        (corrupt_flag(device) if flag is None else flag).data_ptr(),
     )  # fmt: skip
     if target is not out:
         out.copy_(target)
