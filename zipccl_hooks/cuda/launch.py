@@ -169,7 +169,7 @@ def _resident_blocks(function: Any, device: int) -> int:
 
 @cache
 def corrupt_flag(device: int) -> Tensor:
-    """int32[1] on the device: what decoders set that nobody waits for. A caller looks when it waits anyway."""
+    """int32[1] on the device, set by decodes that nobody waits for; look at it when you wait anyway."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
