@@ -142,7 +142,7 @@ def measure(case: Case, repetitions: int) -> tuple[float, float, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default="2,8,64", help="MiB of the whole tensor (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--mode", default="auto")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     args = parser.parse_args()
