@@ -290,6 +290,14 @@ class Header:
         """Size of the whole payload."""
         return self.layout.static_bytes + self.dynamic_bytes
 
+    def expect(self, dtype: DType, numel: int) -> None:
+        """Raises CorruptPayload unless the payload holds ``numel`` elements of ``dtype``."""
+        if self.dtype != dtype or self.numel != numel:
+            raise CorruptPayload(
+                f"payload: expected {numel} elements of torch.{dtype.name}, "
+                f"got {self.numel} of torch.{self.dtype.name}"
+            )
+
     def sealed(self, tensor_checksum: int) -> Header:
         """This header with the checksum of itself and of a tensor, whose own is given."""
         own = checksum(replace(self, checksum=0).pack())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .errors import CorruptPayload, ZipcclError
+from .errors import ZipcclError
 from .format import DTYPES, GROUP, HEADER_BYTES, TILE, DType, Header, Layout, Mode, cached_layout, layout
 
 if TYPE_CHECKING:
@@ -159,11 +159,7 @@ def _checked_layout(payload: Tensor, out: Tensor) -> tuple[np.ndarray[Any, Any],
     _check_uint8(payload)
     data = _aligned(payload.reshape(-1)).numpy()
     header = Header.unpack(data[:HEADER_BYTES].tobytes(), len(data))
-    if header.dtype != format_dtype(out.dtype) or header.numel != out.numel():
-        raise CorruptPayload(
-            f"payload: expected {out.numel()} elements of {out.dtype}, "
-            f"got {header.numel} of torch.{header.dtype.name}"
-        )
+    header.expect(format_dtype(out.dtype), out.numel())
     return data[: header.payload_bytes], header.layout
 
 

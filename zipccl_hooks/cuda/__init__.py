@@ -1,1 +1,10 @@
 """The codec on CUDA devices: Numba-CUDA kernels that write and read the bytes of format.py."""
+
+from __future__ import annotations
+
+from ..format import GROUP, MAGIC
+
+# What kernels and launchers share; here, so that a launcher need not import Numba.
+THREADS = 32 * GROUP  # a warp per tile, a block per group
+SCAN_HEAD = 16  # bytes of the encoder's scratch before the state words, see _scan.py
+MAGIC_WORD = int.from_bytes(MAGIC, "little")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..format import TILE
+from . import MAGIC_WORD
 from ._jit import cuda, device, load_byte, store_1, store_byte, u32, u64
 
 
@@ -13,7 +14,7 @@ def write_frame(x, payload, meta, bases, codes, tail, dynamic, num_tiles, numel,
     if thread < u32(32):
         word = u32(0)
         if thread == u32(0):
-            word = u32(0x4C43435A)  # "ZCCL"
+            word = u32(MAGIC_WORD)
         elif thread == u32(1):
             word = u32(kind)
         elif thread == u32(2) or thread == u32(8):

@@ -7,9 +7,9 @@ nothing needs clearing between launches, also when a CUDA graph replays one.
 
 from __future__ import annotations
 
+from . import SCAN_HEAD
 from ._jit import ballot, device, load_state, lowest, store_state, u32, u64, warp_sum
 
-SCAN_HEAD = 16  # bytes before the state words
 AGGREGATE, INCLUSIVE = 1, 2  # what a group's state word holds: its own size, or the end of its chunks
 
 

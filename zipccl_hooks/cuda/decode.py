@@ -18,6 +18,7 @@ from ..format import (
     Mode,
     planes,
 )
+from . import MAGIC_WORD, THREADS
 from ._device import K01, K7F, inclusive_sum, nibble_flags, octets, subtract, unpack_words
 from ._jit import (
     ballot,
@@ -49,7 +50,6 @@ from ._jit import (
 from ._low_bits import load_low
 from ._planes import add_words, load_words
 
-THREADS = 32 * GROUP
 STRIDE = 9  # words between the exponents of two lanes in shared memory: odd, so that no banks collide
 VALUES, PLACES = 32 * STRIDE, 32 * STRIDE + 257  # words of a warp's exponents, then of its resolved escapes
 SHARED = PLACES + 514  # and of their places by level, 16 bits each
@@ -303,7 +303,7 @@ def make(dtype: DType, mode: Mode) -> Any:
         dynamic_low, dynamic_high = load_2(payload + u64(16))
         dynamic_bytes = u64(u64(dynamic_low) | u64(u64(dynamic_high) << u64(32)))
         room = u64(payload_bytes - dynamic)
-        foreign = magic != u32(0x4C43435A) or kind != u32(KIND) or numel_low != u32(numel)
+        foreign = magic != u32(MAGIC_WORD) or kind != u32(KIND) or numel_low != u32(numel)
         if foreign or numel_high != u32(numel >> u64(32)) or dynamic_bytes > room:
             dynamic_bytes = room
             store_1(corrupt, u32(1))

@@ -34,11 +34,7 @@ def decode_out(payload: Tensor, dtype: DType, wire_mode: int, out: Tensor) -> No
             launch.decode(payload, cached_layout(out.numel(), dtype, Mode(wire_mode)), out)
             return
         header = Header.unpack(payload[:HEADER_BYTES].cpu().numpy().tobytes(), payload.numel())
-        if header.dtype != dtype or header.numel != out.numel():
-            raise CorruptPayload(
-                f"payload: expected {out.numel()} elements of {out.dtype}, "
-                f"got {header.numel} of torch.{header.dtype.name}"
-            )
+        header.expect(dtype, out.numel())
         flag = torch.zeros(1, dtype=torch.int32, device=device)
         launch.decode(payload[: header.payload_bytes], header.layout, out, flag)
         if flag.item():
@@ -49,10 +45,8 @@ def checksum(x: Tensor) -> Tensor:
     """For the public ``encode`` and ``decode``, which wait anyway: torch operations, not a kernel."""
     data = x.view(-1).view(torch.uint8)
     padded = torch.nn.functional.pad(data, (0, -data.numel() % 4)) if data.numel() % 4 else data
-    words, mask = (
-        padded.clone().view(torch.int32) if padded.data_ptr() % 4 else padded.view(torch.int32),
-        0xFFFFFFFF,
-    )
+    padded = padded.clone() if padded.data_ptr() % 4 else padded
+    words, mask = padded.view(torch.int32), 0xFFFFFFFF
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, words.numel(), CHECKSUM_WORDS):
         v = words[start : start + CHECKSUM_WORDS].to(torch.int64)

@@ -26,15 +26,14 @@ from torch import Tensor
 from ..config import cache_directory
 from ..errors import CorruptPayload
 from ..format import DTYPES, GROUP, HEADER_BYTES, Header, Layout, Mode
+from . import SCAN_HEAD, THREADS
 
-THREADS = 32 * GROUP
 MIN_CAPABILITY = (8, 0)  # redux.sync, and L1 hints on loads
 ENCODE_ARGUMENTS, DECODE_ARGUMENTS = 10, 11
 # Registers a thread may use. By itself the compiler takes more, and fewer blocks fit a multiprocessor. H200,
 # 1 GiB, GB/s without and with: bf16 dense decode 1318, 1461; fp16 fast encode 1544, 1739; fp32 holding
 # bf16 values, dense decode 1694, 2029 (with 40 instead of 64: 928).
 MAX_REGISTERS, MAX_REGISTERS_FP32 = 40, 64
-SCAN_HEAD_BYTES = 16  # of the encoder's scratch, before a state word a group
 
 
 @cache
@@ -146,7 +145,7 @@ _scratch: dict[tuple[int, int], Tensor] = {}
 
 def _scan_scratch(device: int, groups: int) -> Tensor:
     """Zeroed scratch for the encoder's scan; one a stream, whose launches follow each other."""
-    num_words = SCAN_HEAD_BYTES // 8 + groups
+    num_words = SCAN_HEAD // 8 + groups
     if torch.cuda.is_current_stream_capturing():
         # Not kept: its memory and its zeroing belong to the graph.
         return torch.zeros(num_words, dtype=torch.int64, device=device)
@@ -189,9 +188,7 @@ def encode(x: Tensor, lay: Layout, payload: Tensor) -> None:
     device = x.get_device()
     if lay.mode == Mode.RAW:
         header = Header(lay.dtype, lay.mode, lay.numel, 0, (lay.numel,)).pack()
-        payload[:HEADER_BYTES].copy_(
-            torch.frombuffer(bytearray(header), dtype=torch.uint8), non_blocking=False
-        )
+        payload[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         payload[HEADER_BYTES : lay.static_bytes].copy_(x.view(-1).view(torch.uint8))
         return
     x = _aligned(x)
