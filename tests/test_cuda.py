@@ -81,17 +81,76 @@ def test_the_same_bytes_every_time(mode: Mode) -> None:
         assert torch.equal(buffer, first)
 
 
+def terms(numel: int, dtype: torch.dtype, count: int) -> list[Tensor]:
+    """Numbers of every kind but NaN and infinity, whose sums have bits of their own on every device."""
+    kinds = [
+        gaussian(numel, dtype, 1),
+        gaussian(numel, torch.bfloat16, 2).to(dtype),
+        sum(gaussian(numel, torch.bfloat16, seed).float() for seed in range(8)).to(dtype),
+        gaussian(numel, dtype, 3) * (torch.arange(numel, device="cuda") % 3 == 0),
+        torch.where(torch.arange(numel, device="cuda") % 97 == 0, gaussian(numel, dtype, 4), 2.0**-9),
+        torch.full((numel,), -0.0, dtype=dtype, device="cuda"),
+        torch.randint(0, 2**12, (numel,), device="cuda").mul(1e-40).to(dtype),
+    ]
+    return [kinds[k % len(kinds)].to(dtype) for k in range(count)]
+
+
 @MODES
-def test_decode_sum(mode: Mode) -> None:
-    for dtype in ops.SUM_DTYPES:
-        terms = [gaussian(40_000, dtype, seed) for seed in range(4)]
-        sources = [terms[0], *(ops.encode(t, mode) for t in terms[1:])]
-        out = torch.empty_like(terms[0])
+@pytest.mark.parametrize("dtype", ops.SUM_DTYPES, ids=name_of)
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 17])
+def test_decode_sum(dtype: torch.dtype, mode: Mode, count: int) -> None:
+    for numel in (0, 77, 11 * TILE + 301):
+        plain = terms(numel, dtype, count)
+        own = count // 2
+        sources = [t if k == own and count > 1 else ops.encode(t, mode) for k, t in enumerate(plain)]
         for scale in (1.0, 0.25, 1 / 3):
-            ops.decode_sum_out(sources, scale=scale, out=out)
-            expected = torch.empty(40_000, dtype=dtype)
-            ops.decode_sum_out([t.cpu() for t in terms], scale=scale, out=expected)
-            assert same(out.cpu(), expected), (dtype, scale)
+            for accumulate in (False, True):
+                out, expected = plain[-1].clone(), plain[-1].cpu()
+                ops.decode_sum_out([t.cpu() for t in plain], scale=scale, accumulate=accumulate, out=expected)
+                for wire_mode in (-1, int(mode)):
+                    out.copy_(plain[-1])
+                    ops.decode_sum_out(
+                        sources, scale=scale, accumulate=accumulate, wire_mode=wire_mode, out=out
+                    )
+                    assert same(out.cpu(), expected), (numel, scale, accumulate, wire_mode)
+
+
+@pytest.mark.parametrize("dtype", ops.SUM_DTYPES, ids=name_of)
+def test_decode_sum_in_place_and_anywhere(dtype: torch.dtype) -> None:
+    numel = 5 * TILE + 9
+    plain = terms(numel, dtype, 10)
+    expected = torch.empty(numel, dtype=dtype)
+    ops.decode_sum_out([t.cpu() for t in plain], out=expected)
+    mixed = [Mode.FAST, Mode.RAW, Mode.DENSE]
+    payloads = [ops.encode(t, mixed[k % 3]) for k, t in enumerate(plain)]
+    for own in (0, 4, 9):
+        out = plain[own].clone()
+        sources = [*payloads[:own], out, *payloads[own + 1 :]]
+        ops.decode_sum_out(sources, out=out)
+        assert same(out.cpu(), expected)
+    shifted = [torch.cat([poisoned(5), p])[5:] for p in payloads]
+    shifted[3] = torch.cat([plain[3][:1], plain[3]])[1:]
+    out = torch.cat([plain[0][:1], plain[0]])
+    ops.decode_sum_out(shifted, out=out[1:])
+    assert same(out[1:].cpu(), expected) and same(out[:1], plain[0][:1])
+    ops.decode_sum_out([ops.encode(plain[0], Mode.RAW), plain[1]], wire_mode=Mode.RAW, out=out[1:])
+    ops.decode_sum_out([plain[0].cpu(), plain[1].cpu()], out=expected)
+    assert same(out[1:].cpu(), expected)
+
+
+def test_decode_sum_names_the_corrupt_source() -> None:
+    plain = terms(40 * TILE, torch.bfloat16, 11)
+    sources = [ops.encode(t, Mode.FAST) for t in plain]
+    sources[9] = sources[9].clone()
+    sources[9][128 + 3] ^= 0x01  # meta of the first tile: flag RAW, for which its bytes do not suffice
+    sources[9][16:20] = 0
+    out = torch.empty_like(plain[0])
+    with pytest.raises(CorruptPayload) as raised:
+        ops.decode_sum_out(sources, out=out)
+    assert raised.value.peer == 9
+    with pytest.raises(CorruptPayload) as raised:
+        ops.decode_sum_out([*sources[:2], sources[2][:500]], wire_mode=Mode.FAST, out=out)
+    assert raised.value.peer == 2
 
 
 @MODES

@@ -19,6 +19,8 @@ CASES = [
     ("decode", "bfloat16", Mode.DENSE, (8, 0)),
     ("decode", "bfloat16", Mode.FAST, (9, 0)),
     ("decode", "float8_e5m2", Mode.DENSE, (10, 0)),
+    ("decode_sum", "bfloat16", Mode.FAST, (9, 0)),
+    ("decode_sum", "float32", Mode.DENSE, (8, 0)),
 ]
 
 
@@ -36,9 +38,9 @@ def test_ptx(
     assert f".target sm_{capability[0]}{capability[1]}" in text
     (entry,) = re.findall(r"\.visible \.entry (\w+)\(", text)
     parameters = re.findall(rf"\.param \.u64 {entry}_param_\d+", text)
-    assert len(parameters) == {"encode": launch.ENCODE_ARGUMENTS, "decode": launch.DECODE_ARGUMENTS}[kind]
+    assert len(parameters) == launch.ARGUMENTS[kind]
     assert not re.search(r"(ld|st)\.local|\.local \.", text), "local memory"
-    wide = "store" if kind == "decode" else "load"
+    wide = "load" if kind == "encode" else "store"
     item = 1 if dtype.startswith("float8") else 2
     pattern = {"load": r"ld\.global\.nc\S*\.v4\.u32", "store": rf"st\.global\.v{2 * item}\.u32"}[wide]
     assert len(re.findall(pattern, text)) >= 4, f"a wide {wide} per group"
@@ -47,4 +49,5 @@ def test_ptx(
     (kept,) = (tmp_path / "zipccl_hooks").iterdir()
     kept.write_text("kept")
     assert launch.compiled_ptx(kind, dtype, mode, capability) == "kept"
-    assert f".maxnreg {64 if dtype == 'float32' else 40}\n" in text
+    registers = {"encode": (40, 64), "decode": (40, 64), "decode_sum": (80, 96)}[kind][dtype == "float32"]
+    assert f".maxnreg {registers}\n" in text

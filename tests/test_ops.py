@@ -227,6 +227,17 @@ def test_decode_sum_into_a_source(dtype: torch.dtype, place: int, monkeypatch: p
 
 
 @pytest.mark.parametrize("dtype", ops.SUM_DTYPES, ids=name_of)
+def test_decode_sum_accumulates(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there comes first, unscaled, and is not rounded again in between."""
+    monkeypatch.setattr(ops, "SUM_BLOCK", 8192)
+    there, *terms = terms_of(dtype, 4, 40_000)
+    expected = sum_in_rank_order([there, *(t * (1 / 3) for t in terms)], 1.0)
+    out = there.clone()
+    ops.decode_sum_out(sources_of(terms), scale=1 / 3, accumulate=True, out=out)
+    assert_same_sum(out, expected)
+
+
+@pytest.mark.parametrize("dtype", ops.SUM_DTYPES, ids=name_of)
 def test_decode_sum_of_special_values(dtype: torch.dtype) -> None:
     hostile = [*corpus(dtype, 3 * 1024 + 5).values()]
     for terms in ([tensor(random_bits, dtype, 3 * 1024 + 5)] * 2, hostile[:4], hostile[4:9]):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ZipcclError(RuntimeError):
     """Base of every error that is not the caller's argument.
@@ -32,3 +35,12 @@ class PeerMismatch(ZipcclError):
 
     Every rank of the group raises it, since every rank sees the same exchanged descriptions.
     """
+
+
+@contextmanager
+def naming_peer(peer: int) -> Iterator[None]:
+    """Adds the peer to a ZipcclError raised inside, which had none."""
+    try:
+        yield
+    except ZipcclError as error:
+        raise type(error)(error.message, peer=peer) from None

@@ -131,9 +131,12 @@ MODE_SPECS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DType:
-    """What the format knows of a torch dtype; ``exponent_bits`` is 0 where only mode raw applies."""
+    """What the format knows of a torch dtype; ``exponent_bits`` is 0 where only mode raw applies.
+
+    One object a dtype, compared by identity: layouts are looked up by it at every call.
+    """
 
     code: int  # the header's dtype byte
     name: str  # torch.<name>

@@ -8,15 +8,15 @@ where ``torch.library.custom_op`` takes about 25. None communicates: Inductor ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .errors import ZipcclError
+from .cuda import implementation
+from .errors import naming_peer
 from .format import DTYPES, GROUP, HEADER_BYTES, TILE, DType, Header, Layout, Mode, cached_layout, layout
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ _library.define("decode.out(Tensor payload, *, int wire_mode=-1, Tensor(a!) out)
 _library.define("checksum(Tensor x) -> Tensor")
 _library.define("decode_sum(Tensor[] sources, SymInt numel, ScalarType dtype, float scale=1.0) -> Tensor")
 _library.define(
-    "decode_sum.out(Tensor[] sources, float scale=1.0, *, int wire_mode=-1, Tensor(a!) out) -> ()"
+    "decode_sum.out(Tensor[] sources, float scale=1.0, *, bool accumulate=False, int wire_mode=-1, "
+    "Tensor(a!) out) -> ()"
 )
 
 
@@ -54,6 +55,16 @@ def payload_capacity(numel: int, dtype: torch.dtype, mode: Mode) -> int:
     return layout(numel, format_dtype(dtype), mode).max_bytes
 
 
+def _plain_cuda(x: Tensor) -> bool:
+    """Whether nothing would watch an operator on ``x``: then its dispatch is spared."""
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and x.is_cuda
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
 def encode(x: Tensor, wire_mode: int) -> Tensor:
     """``x``, any shape, as a payload in exactly ``wire_mode`` (format.Mode).
 
@@ -68,6 +79,8 @@ def encode_out(x: Tensor, wire_mode: int, *, payload: Tensor) -> None:
 
     The buffer is only written where the payload is.
     """
+    if _plain_cuda(x):
+        return _encode_out_cuda(x, wire_mode, payload=payload)
     torch.ops.zipccl.encode.out(x, wire_mode, payload=payload)
 
 
@@ -82,20 +95,29 @@ def decode_out(payload: Tensor, *, wire_mode: int = -1, out: Tensor) -> None:
     On CUDA a caller who knows the payload's mode passes it: then nothing waits for the device, and a
     corrupt payload sets ``cuda.launch.corrupt_flag`` instead of raising.
     """
+    if _plain_cuda(out):
+        return _decode_out_cuda(payload, wire_mode=wire_mode, out=out)
     torch.ops.zipccl.decode.out(payload, wire_mode=wire_mode, out=out)
 
 
 def decode_sum_out(
-    sources: Sequence[Tensor], *, scale: float = 1.0, wire_mode: int = -1, out: Tensor
+    sources: Sequence[Tensor],
+    *,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    wire_mode: int = -1,
+    out: Tensor,
 ) -> None:
     """``out = sum(source * scale)``: products in out's dtype, summed in fp32 in order, rounded once.
+
+    With ``accumulate``, what stands in ``out`` comes first, not scaled.
 
     A source is a payload (uint8) of out's dtype and numel, or a plain tensor of out's dtype: a rank's
     own part is never encoded. Each product is rounded before it is added, as in NCCL's AVG and
     PREMUL_SUM and in DDP, so that two ranks get their bits. ``out`` is contiguous float32, bfloat16 or
     float16, and may be one of the sources. The ``peer`` of a ZipcclError is the index of the source at fault.
     """
-    torch.ops.zipccl.decode_sum.out(list(sources), scale, wire_mode=wire_mode, out=out)
+    torch.ops.zipccl.decode_sum.out(list(sources), scale, accumulate=accumulate, wire_mode=wire_mode, out=out)
 
 
 def checksum(x: Tensor) -> Tensor:
@@ -135,7 +157,14 @@ def _(payload: Tensor, *, wire_mode: int = -1, out: Tensor) -> None: ...
 
 
 @torch.library.register_fake("zipccl::decode_sum.out", lib=_library)
-def _(sources: list[Tensor], scale: float = 1.0, *, wire_mode: int = -1, out: Tensor) -> None: ...
+def _(
+    sources: list[Tensor],
+    scale: float = 1.0,
+    *,
+    accumulate: bool = False,
+    wire_mode: int = -1,
+    out: Tensor,
+) -> None: ...
 
 
 # CPU
@@ -171,15 +200,6 @@ def _check_uint8(payload: Tensor) -> None:
 def _check_contiguous(name: str, tensor: Tensor) -> None:
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
-
-
-@contextmanager
-def _named(source: int) -> Iterator[None]:
-    """Tells which of decode_sum's sources was corrupt: the collectives' sources are their peers."""
-    try:
-        yield
-    except ZipcclError as error:
-        raise type(error)(error.message, peer=source) from None
 
 
 def _encode_layout(x: Tensor, wire_mode: int, payload: Tensor) -> Layout:
@@ -231,7 +251,12 @@ def _check_sum(sources: list[Tensor], out: Tensor) -> None:
 
 
 def _decode_sum_out_cpu(
-    sources: list[Tensor], scale: float = 1.0, *, wire_mode: int = -1, out: Tensor
+    sources: list[Tensor],
+    scale: float = 1.0,
+    *,
+    accumulate: bool = False,
+    wire_mode: int = -1,
+    out: Tensor,
 ) -> None:
     from . import cpu
 
@@ -240,7 +265,7 @@ def _decode_sum_out_cpu(
     parsed: list[tuple[np.ndarray[Any, Any], Layout] | Tensor] = []
     for k, source in enumerate(sources):
         if source.dtype == torch.uint8:
-            with _named(k):
+            with naming_peer(k):
                 parsed.append(_checked_layout(source, out))
         else:
             parsed.append(source.reshape(-1))
@@ -252,15 +277,17 @@ def _decode_sum_out_cpu(
     for start in range(0, len(flat), block):
         stop = min(start + block, len(flat))
         acc = total[: stop - start]
+        if accumulate:
+            acc.copy_(flat[start:stop])
         for k, operand in enumerate(parsed):
             if isinstance(operand, Tensor):
                 term = operand[start:stop]
             else:
                 term, (data, lay) = decoded[: stop - start], operand
-                with _named(k):
+                with naming_peer(k):
                     cpu.decode(data, lay, _bits(term, lay.dtype), start)
             term = term if scale == 1.0 else term * scale
-            acc.copy_(term) if k == 0 else acc.add_(term)
+            acc.add_(term) if k or accumulate else acc.copy_(term)
         flat[start:stop].copy_(acc)
 
 
@@ -268,34 +295,33 @@ def _decode_sum_out_cpu(
 
 
 def _encode_out_cuda(x: Tensor, wire_mode: int, *, payload: Tensor) -> None:
-    from .cuda import implementation
-
     lay = _encode_layout(x, wire_mode, payload)
-    implementation.encode_out(x.detach().contiguous(), lay, payload.view(-1))
+    implementation.encode_out(x.contiguous(), lay, payload)
 
 
 def _decode_out_cuda(payload: Tensor, *, wire_mode: int = -1, out: Tensor) -> None:
-    from .cuda import implementation
-
     _check_contiguous("out", out)
     _check_uint8(payload)
-    implementation.decode_out(payload.reshape(-1), format_dtype(out.dtype), wire_mode, out.detach())
+    flat = payload if payload.dim() == 1 and payload.is_contiguous() else payload.reshape(-1)
+    implementation.decode_out(flat, format_dtype(out.dtype), wire_mode, out)
 
 
 def _checksum_cuda(x: Tensor) -> Tensor:
-    from .cuda import implementation
-
     _check_contiguous("x", x)
     return implementation.checksum(x.detach())
 
 
 def _decode_sum_out_cuda(
-    sources: list[Tensor], scale: float = 1.0, *, wire_mode: int = -1, out: Tensor
+    sources: list[Tensor],
+    scale: float = 1.0,
+    *,
+    accumulate: bool = False,
+    wire_mode: int = -1,
+    out: Tensor,
 ) -> None:
-    from .cuda import implementation
-
     _check_sum(sources, out)
-    implementation.decode_sum_out(sources, format_dtype(out.dtype), scale, wire_mode, out.detach())
+    flat = [source.contiguous() for source in sources]
+    implementation.decode_sum_out(flat, format_dtype(out.dtype), scale, wire_mode, accumulate, out)
 
 
 # Functional forms, on every device

@@ -8,3 +8,7 @@ from ..format import GROUP, MAGIC
 THREADS = 32 * GROUP  # a warp per tile, a block per group
 SCAN_HEAD = 16  # bytes of the encoder's scratch before the state words, see _scan.py
 MAGIC_WORD = int.from_bytes(MAGIC, "little")
+
+# The summing kernel: how many sources a launch takes, and its flags.
+MAX_SOURCES = 8
+ACCUMULATE_WIDE, TARGET_WIDE, SCALED = 1, 2, 4

@@ -1,10 +1,33 @@
-"""Device function that writes what of a payload is not a tile."""
+"""What of a payload is not a tile: header, gaps between sections, tail."""
 
 from __future__ import annotations
 
-from ..format import TILE
+from ..format import TILE, VERSION, DType, Mode
 from . import MAGIC_WORD
-from ._jit import cuda, device, load_byte, store_1, store_byte, u32, u64
+from ._jit import cuda, device, load_2, load_byte, store_1, store_byte, u32, u64
+
+
+def kind_word(dtype: DType, mode: Mode) -> int:
+    """The header's second word: version, dtype, mode."""
+    return VERSION | dtype.code << 16 | int(mode) << 24
+
+
+@device
+def read_frame(payload, payload_bytes, dynamic, kind, numel):
+    """(size of the dynamic part, 1 if this is another kind of payload or does not fit in payload_bytes)."""
+    magic, found = load_2(payload)
+    numel_low, numel_high = load_2(payload + u64(8))
+    dynamic_low, dynamic_high = load_2(payload + u64(16))
+    dynamic_bytes = u64(u64(dynamic_low) | u64(u64(dynamic_high) << u64(32)))
+    room = u64(payload_bytes - dynamic)
+    foreign = u32(0)
+    if magic != u32(MAGIC_WORD) or found != u32(kind) or numel_low != u32(numel):
+        foreign = u32(1)
+    if numel_high != u32(numel >> u64(32)) or dynamic_bytes > room:
+        foreign = u32(1)
+    if foreign != u32(0):
+        dynamic_bytes = room
+    return dynamic_bytes, foreign
 
 
 @device

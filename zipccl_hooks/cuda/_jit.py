@@ -74,6 +74,31 @@ divide = ptx("div.u32 $0, $1, $2;", (u32, u32), u32)
 popc = ptx("popc.b32 $0, $1;", (u32,), u32)
 lowest = ptx("{ .reg .b32 t; brev.b32 t, $1; clz.b32 $0, t; }", (u32,), u32)  # index of the lowest set bit
 
+
+def _float_op(instruction: str, num_arguments: int) -> Any:
+    """An fp32 instruction on registers that hold the bits."""
+    names = [f"f{k}" for k in range(num_arguments + 1)]
+    moves = "".join(f" mov.b32 f{k}, ${k};" for k in range(1, num_arguments + 1))
+    text = f"{{ .reg .f32 {', '.join(names)};{moves} {instruction} {', '.join(names)}; mov.b32 $0, f0; }}"
+    return ptx(text, (u32,) * num_arguments, u32)
+
+
+# Floating point: fp32 as u32, pairs of 16-bit floats as they stand in memory.
+add_f32, multiply_f32 = _float_op("add.rn.f32", 2), _float_op("mul.rn.f32", 2)
+pack_bf16 = ptx(  # (low, high), rounded to nearest even
+    "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; cvt.rn.bf16x2.f32 $0, b, a; }", (u32, u32), u32
+)
+pack_f16 = ptx(
+    "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; cvt.rn.f16x2.f32 $0, b, a; }", (u32, u32), u32
+)
+unpack_f16 = ptx(
+    "{ .reg .b16 a, b; .reg .f32 x, y; mov.b32 {a, b}, $2; "
+    "cvt.f32.f16 x, a; cvt.f32.f16 y, b; mov.b32 $0, x; mov.b32 $1, y; }",
+    (u32,),
+    u32,
+    u32,
+)
+
 # Warps
 warp_sum = ptx("redux.sync.add.u32 $0, $1, 0xffffffff;", (u32,), u32, memory=True)
 scan_1, scan_2, scan_4, scan_8, scan_16 = (  # one step of a prefix sum: adds the value of k lanes below
@@ -100,6 +125,10 @@ load_2 = ptx("ld.global.nc.L1::no_allocate.v2.u32 {$0,$1}, [$2];", (u64,), u32, 
 load_4_cached = ptx("ld.global.nc.v4.u32 {$0,$1,$2,$3}, [$4];", (u64,), u32, u32, u32, u32)
 load_1 = ptx("ld.global.nc.u32 $0, [$1];", (u64,), u32)
 load_byte = ptx("ld.global.nc.u8 $0, [$1];", (u64,), u32)
+# Not ".nc": of tensors that the same kernel writes.
+load_4_written = ptx("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u64,), u32, u32, u32, u32, memory=True)
+load_1_written = ptx("ld.global.u32 $0, [$1];", (u64,), u32, memory=True)
+load_half_written = ptx("ld.global.u16 $0, [$1];", (u64,), u32, memory=True)
 store_4 = ptx("st.global.v4.u32 [$0], {$1,$2,$3,$4};", (u64, u32, u32, u32, u32), memory=True)
 store_2 = ptx("st.global.v2.u32 [$0], {$1,$2};", (u64, u32, u32), memory=True)
 store_1 = ptx("st.global.u32 [$0], $1;", (u64, u32), memory=True)

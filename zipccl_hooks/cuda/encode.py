@@ -10,7 +10,6 @@ from ..format import (
     MODE_SPECS,
     RAW_FLAG,
     TILE,
-    VERSION,
     WIDTH_SHIFT,
     ZERO_FLAG,
     DType,
@@ -34,7 +33,7 @@ from ._device import (
     plane_word,
     subtract,
 )  # fmt: skip
-from ._frame import write_frame
+from ._frame import kind_word, write_frame
 from ._jit import (
     ballot,
     cuda,
@@ -116,7 +115,7 @@ def make(dtype: DType, mode: Mode) -> Any:
     REST_0, REST_1 = REST_PLANES[0], (REST_PLANES[1] if len(REST_PLANES) > 1 else 0)
     TOP, ZERO_MIN = spec.top_16ths, spec.zero_min
     FAST = mode == Mode.FAST
-    KIND = VERSION | dtype.code << 16 | int(mode) << 24
+    KIND = kind_word(dtype, mode)
     UNIT = 4 if LOW else 1
 
     @cuda.jit(device=True, inline="always")

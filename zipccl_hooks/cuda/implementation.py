@@ -7,16 +7,17 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ..errors import CorruptPayload
+from ..errors import CorruptPayload, naming_peer
 from ..format import HEADER_BYTES, DType, Header, Layout, Mode, cached_layout
 from . import launch
 
+_HERE = nullcontext()
 CHECKSUM_WORDS = 1 << 24  # at a time: the sum is formed in int64 temporaries
 
 
 def _on(device: int) -> AbstractContextManager[object]:
     """Makes a tensor's device the current one, where it is not."""
-    return nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)
+    return _HERE if torch._C._cuda_getDevice() == device else torch.cuda.device(device)
 
 
 def encode_out(x: Tensor, lay: Layout, payload: Tensor) -> None:
@@ -58,21 +59,29 @@ def checksum(x: Tensor) -> Tensor:
     return total & mask
 
 
-def decode_sum_out(sources: list[Tensor], dtype: DType, scale: float, wire_mode: int, out: Tensor) -> None:
-    """Decodes source after source; waits as decode_out does."""
-    total = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
-    decoded = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
-    for k, source in enumerate(sources):
-        term = source.reshape(-1)
-        if source.dtype == torch.uint8:
-            try:
-                decode_out(term, dtype, wire_mode, decoded)
-            except CorruptPayload as error:
-                raise CorruptPayload(error.message, peer=k) from None
-            term = decoded
-        term = term if scale == 1.0 else term * scale
-        if k == 0:
-            total.copy_(term)
-        else:
-            total.add_(term)
-    out.view(-1).copy_(total)
+def decode_sum_out(
+    sources: list[Tensor], dtype: DType, scale: float, wire_mode: int, accumulate: bool, out: Tensor
+) -> None:
+    """Waits as decode_out does. Payloads of an unknown mode may have several."""
+    with _on(out.get_device()):
+        if wire_mode >= 0:
+            lay = cached_layout(out.numel(), dtype, Mode(wire_mode))
+            launch.decode_sum(sources, lay, scale, out, accumulate, None)
+            return
+        flags = torch.zeros(len(sources), dtype=torch.int32, device=out.device)
+        terms, mode = [], Mode.RAW
+        for k, source in enumerate(sources):
+            term = source
+            if source.dtype == torch.uint8:
+                with naming_peer(k):
+                    header = Header.unpack(source[:HEADER_BYTES].cpu().numpy().tobytes(), source.numel())
+                    header.expect(dtype, out.numel())
+                    if mode in (Mode.RAW, header.mode) and header.mode != Mode.RAW:
+                        mode = header.mode
+                    else:
+                        term = torch.empty_like(out)
+                        launch.decode(source[: header.payload_bytes], header.layout, term, flags[k : k + 1])
+            terms.append(term)
+        launch.decode_sum(terms, cached_layout(out.numel(), dtype, mode), scale, out, accumulate, flags)
+        for k in flags.nonzero().view(-1).tolist():
+            raise CorruptPayload("payload: the dynamic part contradicts the static part", peer=k)

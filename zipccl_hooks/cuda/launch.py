@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -25,15 +26,18 @@ from torch import Tensor
 
 from ..config import cache_directory
 from ..errors import CorruptPayload
-from ..format import DTYPES, GROUP, HEADER_BYTES, Header, Layout, Mode
-from . import SCAN_HEAD, THREADS
+from ..format import DTYPES, GROUP, HEADER_BYTES, Header, Layout, Mode, cached_layout
+from . import ACCUMULATE_WIDE, MAX_SOURCES, SCALED, SCAN_HEAD, TARGET_WIDE, THREADS
 
 MIN_CAPABILITY = (8, 0)  # redux.sync, and L1 hints on loads
-ENCODE_ARGUMENTS, DECODE_ARGUMENTS = 10, 11
+ARGUMENTS = {"encode": 10, "decode": 11, "decode_sum": 30}  # of the kernels
 # Registers a thread may use. By itself the compiler takes more, and fewer blocks fit a multiprocessor. H200,
 # 1 GiB, GB/s without and with: bf16 dense decode 1318, 1461; fp16 fast encode 1544, 1739; fp32 holding
 # bf16 values, dense decode 1694, 2029 (with 40 instead of 64: 928).
 MAX_REGISTERS, MAX_REGISTERS_FP32 = 40, 64
+# Sums, 2**28 elements of bf16 (of fp32 holding bf16 values), two sources one of which is plain, fast, of the
+# traffic limit: 64 registers 62% (51%), 72: 65% (62%), 80: 77% (70%), 96: 60% (72%), 128: 60% (77%).
+MAX_REGISTERS_SUM, MAX_REGISTERS_SUM_FP32 = 80, 128
 
 
 @cache
@@ -56,7 +60,7 @@ def _sources() -> bytes:
 
 
 def compiled_ptx(kind: str, dtype_name: str, mode: Mode, capability: tuple[int, int]) -> str:
-    """PTX of the encode or decode kernel of a dtype and mode; from disk if these sources made it before."""
+    """PTX of one of the kernels for a dtype and mode; from disk if these sources made it before."""
     key = hashlib.sha256(_sources())
     key.update(importlib.metadata.version("numba-cuda").encode())
     name = (
@@ -67,11 +71,15 @@ def compiled_ptx(kind: str, dtype_name: str, mode: Mode, capability: tuple[int, 
         return path.read_text()
     except OSError:
         pass
-    from . import _jit, decode, encode
+    from . import _jit
 
-    module, arguments = {"encode": (encode, ENCODE_ARGUMENTS), "decode": (decode, DECODE_ARGUMENTS)}[kind]
-    text = _jit.compile_ptx(module.make(DTYPES[dtype_name], mode), arguments, capability)
+    module = importlib.import_module(f".{kind}", __package__)
+    text = _jit.compile_ptx(module.make(DTYPES[dtype_name], mode), ARGUMENTS[kind], capability)
     registers = MAX_REGISTERS_FP32 if DTYPES[dtype_name].low_bits else MAX_REGISTERS
+    if kind == "decode_sum":
+        registers = MAX_REGISTERS_SUM_FP32 if DTYPES[dtype_name].low_bits else MAX_REGISTERS_SUM
+    # The compiler may be newer than the driver: ask for the oldest PTX that knows the target.
+    text = re.sub(r"\.version \S+", f".version {'7.8' if capability < (10, 0) else '8.8'}", text, count=1)
     text = re.sub(r"(\.visible \.entry \w+\([^)]*\)\n)", rf"\g<1>.maxnreg {registers}\n", text)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,11 +125,12 @@ class _Arguments(threading.local):
     """A thread's buffer of 64-bit kernel arguments and the pointers to them that a launch takes."""
 
     def __init__(self) -> None:
-        self.values = (ctypes.c_uint64 * 16)()
+        most = max(ARGUMENTS.values())
+        self.values = (ctypes.c_uint64 * most)()
         start = ctypes.addressof(self.values)
-        self.pointers = (ctypes.c_void_p * 16)(*(start + 8 * k for k in range(16)))
+        self.pointers = (ctypes.c_void_p * most)(*(start + 8 * k for k in range(most)))
         self.address = ctypes.addressof(self.pointers)
-        self.packers = {n: struct.Struct(f"{n}Q").pack_into for n in (ENCODE_ARGUMENTS, DECODE_ARGUMENTS)}
+        self.packers = {n: struct.Struct(f"{n}Q").pack_into for n in ARGUMENTS.values()}
 
 
 _arguments = _Arguments()
@@ -151,7 +160,7 @@ def _scan_scratch(device: int, groups: int) -> Tensor:
         return torch.zeros(num_words, dtype=torch.int64, device=device)
     key = (device, torch._C._cuda_getCurrentRawStream(device))
     held = _scratch.get(key)
-    if held is None or len(held) < num_words:
+    if held is None or held.numel() < num_words:
         held = _scratch[key] = torch.zeros(max(num_words, 4096), dtype=torch.int64, device=device)
     return held
 
@@ -188,8 +197,9 @@ def encode(x: Tensor, lay: Layout, payload: Tensor) -> None:
     device = x.get_device()
     if lay.mode == Mode.RAW:
         header = Header(lay.dtype, lay.mode, lay.numel, 0, (lay.numel,)).pack()
+        payload = payload.view(-1)
         payload[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        payload[HEADER_BYTES : lay.static_bytes].copy_(x.view(-1).view(torch.uint8))
+        payload[HEADER_BYTES : lay.static_bytes].copy_(x.detach().view(-1).view(torch.uint8))
         return
     x = _aligned(x)
     groups = _groups(lay)
@@ -212,7 +222,7 @@ def decode(payload: Tensor, lay: Layout, out: Tensor, flag: Tensor | None = None
             f"payload size: expected at least {lay.static_bytes} bytes, got {payload.numel()}"
         )
     if lay.mode == Mode.RAW:
-        out.view(-1).view(torch.uint8).copy_(payload[HEADER_BYTES : lay.static_bytes])
+        out.detach().view(-1).view(torch.uint8).copy_(payload[HEADER_BYTES : lay.static_bytes])
         return
     payload = _aligned(payload)
     target = out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
@@ -223,4 +233,56 @@ def decode(payload: Tensor, lay: Layout, out: Tensor, flag: Tensor | None = None
         (corrupt_flag(device) if flag is None else flag).data_ptr(),
     )  # fmt: skip
     if target is not out:
-        out.copy_(target)
+        out.detach().copy_(target)
+
+
+def decode_sum(
+    sources: list[Tensor], lay: Layout, scale: float, out: Tensor, accumulate: bool, flags: Tensor | None
+) -> None:
+    """Starts ``out = sum(source * scale)``, as ops.decode_sum_out has it, of payloads of one layout.
+
+    Sources are payloads (uint8) or contiguous tensors of out's dtype and numel. ``flags``, int32[number of
+    sources] on the device, are set to 1 where a payload contradicts itself; None: all set corrupt_flag.
+    """
+    device, dtype = out.get_device(), lay.dtype
+    mode = Mode.FAST if lay.mode == Mode.RAW else lay.mode
+    known = cached_layout(lay.numel, dtype, mode)
+    terms: list[tuple[Tensor, int]] = []
+    for source in sources:
+        if source.dtype != torch.uint8:
+            terms.append((_aligned(source), 0))
+        elif source.numel() < lay.static_bytes:
+            raise CorruptPayload(
+                f"payload size: expected at least {lay.static_bytes} bytes, got {source.numel()}",
+                peer=len(terms),
+            )
+        elif lay.mode == Mode.RAW:
+            terms.append((_aligned(source[HEADER_BYTES : lay.static_bytes]), 0))
+        else:
+            terms.append((_aligned(source), source.numel()))
+    target = out
+    if out.data_ptr() % 16:
+        target = out.clone() if accumulate else torch.empty_like(out)
+    # More sources than a launch takes: the sums so far stay in fp32 in between.
+    partial = (
+        torch.empty(lay.numel, dtype=torch.float32, device=out.device) if len(terms) > MAX_SOURCES else None
+    )
+    function = _function("decode_sum", dtype.name, mode, device)
+    flag, step = (corrupt_flag(device), 0) if flags is None else (flags, flags.element_size())
+    (scale_bits,) = struct.unpack("<I", struct.pack("<f", scale))
+    first, bits = (target.data_ptr(), 0) if accumulate else (0, 0)
+    for start in range(0, len(terms), MAX_SOURCES):
+        some = terms[start : start + MAX_SOURCES]
+        spare = [0] * (MAX_SOURCES - len(some))
+        last = start + MAX_SOURCES >= len(terms)
+        written = target if last or partial is None else partial
+        _launch(
+            function, _groups(known), device,
+            *(term.data_ptr() for term, _ in some), *spare, *(size for _, size in some), *spare, len(some),
+            known.meta, known.bases, known.codes, known.residual, known.tail, known.static_bytes,
+            first, written.data_ptr(), bits | (0 if last else TARGET_WIDE) | (SCALED if scale != 1.0 else 0),
+            scale_bits, lay.numel, flag.data_ptr() + step * start, step,
+        )  # fmt: skip
+        first, bits = written.data_ptr(), ACCUMULATE_WIDE
+    if target is not out:
+        out.detach().copy_(target)

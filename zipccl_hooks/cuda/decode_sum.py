@@ -1,0 +1,271 @@
+"""The decoding and adding kernel of reductions: one warp a tile, every source in turn, one write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..format import GROUP, TILE, DType, Mode
+from . import ACCUMULATE_WIDE, MAX_SOURCES, SCALED, TARGET_WIDE, THREADS
+from ._exponents import PLACES, WARP_WORDS
+from ._frame import kind_word, read_frame
+from ._jit import (
+    add_f32,
+    cuda,
+    device,
+    load_1,
+    load_1_written,
+    load_4_written,
+    load_half_written,
+    multiply_f32,
+    pack_bf16,
+    pack_f16,
+    prmt,
+    shared_address,
+    shared_load,
+    shared_store,
+    shared_store_half,
+    store_1,
+    store_4,
+    store_half,
+    u32,
+    u64,
+    unpack_f16,
+)  # fmt: skip
+from ._tile import make_tile_decoder
+
+SHARED_WORDS = WARP_WORDS * GROUP + 4 * MAX_SOURCES  # of eight warps, then the table of sources
+MINUS_ZERO = 0x80000000  # the sum of nothing: adding it changes no number, not even -0.0
+
+
+@device
+def write_entry(table, k, address, size):
+    """Puts a source into the table, which a loop can index where it cannot index arguments."""
+    at = u32(table + u32(16 * k))
+    shared_store(at, u32(address))
+    shared_store(u32(at + u32(4)), u32(address >> u64(32)))
+    shared_store(u32(at + u32(8)), u32(size))
+    shared_store(u32(at + u32(12)), u32(size >> u64(32)))
+
+
+@device
+def read_entry(table, source):
+    at = u32(table + u32(source << u32(4)))
+    address = u64(u64(shared_load(at)) | u64(u64(shared_load(u32(at + u32(4)))) << u64(32)))
+    size = u64(u64(shared_load(u32(at + u32(8)))) | u64(u64(shared_load(u32(at + u32(12)))) << u64(32)))
+    return address, size
+
+
+def make(dtype: DType, mode: Mode) -> Any:
+    """The kernel for bfloat16, float16 or float32 and a mode.
+
+    Launch: max(1, groups of tiles) blocks of THREADS. Arguments, all 64 bits: for MAX_SOURCES sources
+    their addresses (on 16 bytes), then the sizes of the buffers they start, 0 where the source is a plain
+    tensor; how many there are; offsets of a payload's sections in bytes (meta, bases, codes, residual,
+    tail, dynamic); address of what is added first, or 0; address of the target; flags (ACCUMULATE_WIDE,
+    TARGET_WIDE: those two are fp32 whatever the dtype; SCALED); the bits of the fp32 scale; numel;
+    address of a u32 that is set to 1 where source 0 contradicts itself, and bytes from there to that
+    of the next source. Reads every source once and writes the target once, which may be one of the plain
+    tensors.
+
+    Invariant: element i of the target is ``round(((first + s0 * scale) + s1 * scale) + ...)``, products
+    rounded to the dtype, sums in fp32 in the order of the sources, whatever else runs. A lane keeps the
+    sums of its 32 elements in registers while it goes through the sources.
+
+    Example, bf16: sources 1.0 and 2**-9: 1.001953125 in fp32, written as 1.0 (ties to even).
+    """
+    ITEM, LOW, KIND = dtype.itemsize, dtype.low_bits, kind_word(dtype, mode)
+    FP16 = dtype.name == "float16"
+    decode_tile, join_octet = make_tile_decoder(dtype, mode)
+
+    @cuda.jit(device=True, inline="always")
+    def widen(pair):
+        """The two fp32 numbers of a register of 16-bit floats."""
+        if FP16:
+            return unpack_f16(pair)
+        return u32(pair << u32(16)), u32(pair & u32(0xFFFF0000))
+
+    @cuda.jit(device=True, inline="always")
+    def narrow(low, high):
+        if FP16:
+            return pack_f16(low, high)
+        return pack_bf16(low, high)
+
+    @cuda.jit(device=True, inline="always")
+    def add_two(sums, k, low, high, flags, scale):
+        """Adds elements k and k + 1 of a lane, given as fp32, times the scale."""
+        if u32(flags & u32(SCALED)) != u32(0):
+            low, high = multiply_f32(low, scale), multiply_f32(high, scale)
+            if not LOW:
+                low, high = widen(narrow(low, high))
+        sums[k] = add_f32(sums[k], low)
+        sums[k + 1] = add_f32(sums[k + 1], high)
+
+    @cuda.jit(device=True, inline="always")
+    def add_pair(sums, k, pair, low_halves, flags, scale):
+        """Adds elements k and k + 1; of fp32, ``pair`` holds the upper halves."""
+        if LOW:
+            low, high = prmt(low_halves, pair, u32(0x5410)), prmt(low_halves, pair, u32(0x7632))
+        else:
+            low, high = widen(pair)
+        add_two(sums, k, low, high, flags, scale)
+
+    @cuda.jit(device=True, inline="always")
+    def add_octet(sums, g, a, b, c, d, lows, flags, scale):
+        l0, l1, l2, l3 = u32(0), u32(0), u32(0), u32(0)
+        if LOW:
+            l0, l1, l2, l3 = lows[4 * g], lows[4 * g + 1], lows[4 * g + 2], lows[4 * g + 3]
+        add_pair(sums, 8 * g, a, l0, flags, scale)
+        add_pair(sums, 8 * g + 2, b, l1, flags, scale)
+        add_pair(sums, 8 * g + 4, c, l2, flags, scale)
+        add_pair(sums, 8 * g + 6, d, l3, flags, scale)
+
+    @cuda.jit(device=True, inline="always")
+    def add_plain(sums, at, wide, flags, scale):
+        """Adds a lane's elements of a plain tile."""
+        for g in range(4):
+            if LOW or wide:
+                for h in range(2):
+                    w0, w1, w2, w3 = load_4_written(at + u64(1024 * g + 16 * h))
+                    add_two(sums, 8 * g + 4 * h, w0, w1, flags, scale)
+                    add_two(sums, 8 * g + 4 * h + 2, w2, w3, flags, scale)
+            else:
+                a, b, c, d = load_4_written(at + u64(512 * g))
+                add_octet(sums, g, a, b, c, d, sums, flags, scale)
+
+    @cuda.jit(device=True, inline="always")
+    def patch_lows(base, lane, escapes, entries, lows):
+        """Puts the low bits that are escapes in their places; 1 if one has no place."""
+        bad, mine = u32(0), u32(base + u32(4 * PLACES) + u32(lane << u32(2)))
+        for k in range(16):
+            shared_store(u32(mine + u32(128 * k)), lows[k])
+        cuda.syncwarp()
+        e = lane
+        while e < escapes:
+            entry = load_1(entries + u64(e) * u64(4))
+            place = u32(entry >> u32(16))
+            if place < u32(TILE):
+                word = u32(u32(u32(place >> u32(8)) << u32(2)) | u32(u32(place >> u32(1)) & u32(3)))
+                owner = u32(u32(place >> u32(3)) & u32(31))
+                at = u32(base + u32(4 * PLACES) + u32(word << u32(7)) + u32(owner << u32(2)))
+                shared_store_half(u32(at + u32(u32(place & u32(1)) << u32(1))), u32(entry & u32(0xFFFF)))
+            else:
+                bad = u32(1)
+            e = u32(e + u32(32))
+        cuda.syncwarp()
+        for k in range(16):
+            lows[k] = shared_load(u32(mine + u32(128 * k)))
+        cuda.syncwarp()
+        return bad
+
+    @cuda.jit(device=True, inline="always")
+    def store_sums(sums, at, wide):
+        for g in range(4):
+            if LOW or wide:
+                for h in range(2):
+                    k = 8 * g + 4 * h
+                    store_4(at + u64(1024 * g + 16 * h), sums[k], sums[k + 1], sums[k + 2], sums[k + 3])
+            else:
+                k = 8 * g
+                store_4(
+                    at + u64(512 * g),
+                    narrow(sums[k], sums[k + 1]),
+                    narrow(sums[k + 2], sums[k + 3]),
+                    narrow(sums[k + 4], sums[k + 5]),
+                    narrow(sums[k + 6], sums[k + 7]),
+                )
+
+    @cuda.jit(device=True, inline="always")
+    def load_element(at, k, wide):
+        """Element k, as fp32, of the tensor at an address."""
+        if LOW or wide:
+            return load_1_written(at + k * u64(4))
+        low, _ = widen(load_half_written(at + k * u64(2)))
+        return low
+
+    def kernel(
+        a0, a1, a2, a3, a4, a5, a6, a7, n0, n1, n2, n3, n4, n5, n6, n7, num_sources,
+        meta, bases, codes, residual, tail, dynamic,
+        first, target, flags, scale, numel, corrupt, corrupt_step,
+    ):  # fmt: skip
+        lane = u32(cuda.threadIdx.x & 31)
+        warp = u32(cuda.threadIdx.x >> 5)
+        num_tiles = u64(numel >> u64(10))
+        tile = u64(u64(cuda.blockIdx.x) * u64(GROUP) + u64(warp))
+        shared = cuda.shared.array(SHARED_WORDS, u32)
+        start = shared_address(shared)
+        base = u32(start + u32(warp * u32(4 * WARP_WORDS)))
+        table = u32(start + u32(4 * WARP_WORDS * GROUP))
+        if cuda.threadIdx.x == 0:
+            write_entry(table, 0, a0, n0)
+            write_entry(table, 1, a1, n1)
+            write_entry(table, 2, a2, n2)
+            write_entry(table, 3, a3, n3)
+            write_entry(table, 4, a4, n4)
+            write_entry(table, 5, a5, n5)
+            write_entry(table, 6, a6, n6)
+            write_entry(table, 7, a7, n7)
+        cuda.syncthreads()
+        quads, lows, rest = cuda.local.array(8, u32), cuda.local.array(16, u32), cuda.local.array(8, u32)
+        sums = cuda.local.array(32, u32)
+        flags, scale = u32(flags), u32(scale)
+        wide_target = u32(flags & u32(TARGET_WIDE)) != u32(0)
+        if tile < num_tiles:
+            for k in range(32):
+                sums[k] = u32(MINUS_ZERO)
+            octet = tile * u64(TILE) + u64(u32(lane << u32(3)))  # the lane's first element
+            if first != u64(0):
+                if u32(flags & u32(ACCUMULATE_WIDE)) != u32(0):
+                    add_plain(sums, first + octet * u64(4), True, u32(0), scale)
+                else:
+                    add_plain(sums, first + octet * u64(ITEM), False, u32(0), scale)
+            source = u32(0)
+            while source < u32(num_sources):
+                payload, size = read_entry(table, source)
+                if size == u64(0):
+                    add_plain(sums, payload + octet * u64(ITEM), False, flags, scale)
+                else:
+                    dynamic_bytes, foreign = read_frame(payload, size, dynamic, KIND, numel)
+                    bad, escapes, entries = decode_tile(
+                        base, lane, payload, meta, bases, codes, residual, dynamic, dynamic_bytes, num_tiles,
+                        tile, quads, lows, rest,
+                    )  # fmt: skip
+                    if LOW and escapes != u32(0):
+                        bad = u32(bad | patch_lows(base, lane, escapes, entries, lows))
+                    for g in range(4):
+                        a, b, c, d = join_octet(payload, residual, tile, g, lane, quads, rest)
+                        add_octet(sums, g, a, b, c, d, lows, flags, scale)
+                    if u32(bad | foreign) != u32(0):
+                        store_1(corrupt + u64(source) * corrupt_step, u32(1))
+                source = u32(source + u32(1))
+            if wide_target:
+                store_sums(sums, target + octet * u64(4), True)
+            else:
+                store_sums(sums, target + octet * u64(ITEM), False)
+        if cuda.blockIdx.x == cuda.gridDim.x - 1:
+            k = u64(num_tiles * u64(TILE)) + u64(cuda.threadIdx.x)
+            while k < numel:
+                total = u32(MINUS_ZERO)
+                if first != u64(0):
+                    if u32(flags & u32(ACCUMULATE_WIDE)) != u32(0):
+                        total = load_element(first, k, True)
+                    else:
+                        total = load_element(first, k, False)
+                source = u32(0)
+                while source < u32(num_sources):
+                    at, size = read_entry(table, source)
+                    if size != u64(0):
+                        at = at + tail - num_tiles * u64(TILE * ITEM)
+                    value = load_element(at, k, False)
+                    if u32(flags & u32(SCALED)) != u32(0):
+                        value = multiply_f32(value, scale)
+                        if not LOW:
+                            value, _ = widen(narrow(value, u32(0)))
+                    total = add_f32(total, value)
+                    source = u32(source + u32(1))
+                if LOW or wide_target:
+                    store_1(target + k * u64(4), total)
+                else:
+                    store_half(target + k * u64(ITEM), narrow(total, u32(0)))
+                k += u64(THREADS)
+
+    return kernel
