@@ -219,6 +219,11 @@ class Layout:
         return self.static_bytes + self.max_dynamic_bytes
 
 
+def longest_chunk(dtype: DType, mode: Mode) -> int:
+    """Bytes of the largest dynamic part of a tile."""
+    return TILE // 8 * (dtype.exponent_bits - MODE_SPECS[mode].code_bits + dtype.low_bits)
+
+
 def layout(numel: int, dtype: DType, mode: Mode) -> Layout:
     """Section table of a payload of ``numel`` elements of ``dtype`` coded in ``mode``.
 
@@ -239,7 +244,7 @@ def layout(numel: int, dtype: DType, mode: Mode) -> Layout:
     residual = codes + num_tiles * TILE // 8 * spec.code_bits
     tail = residual + num_tiles * TILE // 8 * dtype.residual_bits
     static_bytes = tail + align((numel - num_tiles * TILE) * dtype.itemsize)
-    chunk = TILE // 8 * (dtype.exponent_bits - spec.code_bits + dtype.low_bits)
+    chunk = longest_chunk(dtype, mode)
     # Not a SymInt's business: comparing one would specialise the compiled program.
     if isinstance(numel, int) and num_tiles * chunk > 4 * 0xFFFFFFFF:
         raise ValueError(f"numel: at most {4 * 0xFFFFFFFF // chunk * TILE} elements, got {numel}")

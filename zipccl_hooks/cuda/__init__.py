@@ -12,3 +12,7 @@ MAGIC_WORD = int.from_bytes(MAGIC, "little")
 # The summing kernel: how many sources a launch takes, and its flags.
 MAX_SOURCES = 8
 ACCUMULATE_WIDE, TARGET_WIDE, SCALED = 1, 2, 4
+
+# Words of a payload's header that only live between the ranks of a collective: see stamp.py, rest.py.
+STAMP, MOVED = 96, 100  # byte offsets
+ENTRY_BYTES = 80  # of a table of exchange, see channel.py

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..format import TILE, VERSION, DType, Mode
-from . import MAGIC_WORD
-from ._jit import cuda, device, load_2, load_byte, store_1, store_byte, u32, u64
+from . import MAGIC_WORD, MOVED
+from ._jit import cuda, device, load_1, load_2, load_byte, store_1, store_byte, u32, u64
 
 
 def kind_word(dtype: DType, mode: Mode) -> int:
@@ -13,13 +13,19 @@ def kind_word(dtype: DType, mode: Mode) -> int:
 
 
 @device
-def read_frame(payload, payload_bytes, dynamic, kind, numel):
-    """(size of the dynamic part, 1 if this is another kind of payload or does not fit in payload_bytes)."""
+def read_frame(payload, payload_bytes, dynamic, kind, numel, spill, spill_bytes):
+    """(address of the dynamic part, its size, 1 if this is another kind of payload or does not fit).
+
+    It stands in the payload of payload_bytes, at offset ``dynamic``; if the header says that it was moved,
+    in the spill area (rest.py), if there is one.
+    """
     magic, found = load_2(payload)
     numel_low, numel_high = load_2(payload + u64(8))
     dynamic_low, dynamic_high = load_2(payload + u64(16))
     dynamic_bytes = u64(u64(dynamic_low) | u64(u64(dynamic_high) << u64(32)))
-    room = u64(payload_bytes - dynamic)
+    start, room = u64(payload + dynamic), u64(payload_bytes - dynamic)
+    if spill != u64(0) and load_1(payload + u64(MOVED)) != u32(0):
+        start, room = spill, spill_bytes
     foreign = u32(0)
     if magic != u32(MAGIC_WORD) or found != u32(kind) or numel_low != u32(numel):
         foreign = u32(1)
@@ -27,7 +33,7 @@ def read_frame(payload, payload_bytes, dynamic, kind, numel):
         foreign = u32(1)
     if foreign != u32(0):
         dynamic_bytes = room
-    return dynamic_bytes, foreign
+    return start, dynamic_bytes, foreign
 
 
 @device

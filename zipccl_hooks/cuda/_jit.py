@@ -141,6 +141,13 @@ increment = ptx(
     "atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;", (u64, u32), u32, memory=True
 )  # wraps after $2
 
+# Host memory that the device sees, shared with a thread of the host.
+load_system = ptx("ld.relaxed.sys.global.u64 $0, [$1];", (u64,), u64, memory=True)
+load_system_1 = ptx("ld.relaxed.sys.global.u32 $0, [$1];", (u64,), u32, memory=True)
+store_system = ptx("st.relaxed.sys.global.u64 [$0], $1;", (u64, u64), memory=True)
+fence_system = ptx("fence.acq_rel.sys;", (), memory=True)
+nanosleep = ptx("nanosleep.u32 $0;", (u32,), memory=True)
+
 # Shared memory, by its own 32-bit addresses.
 shared_load = ptx("ld.shared.u32 $0, [$1];", (u32,), u32, memory=True)
 shared_load_byte = ptx("ld.shared.u8 $0, [$1];", (u32,), u32, memory=True)
@@ -148,6 +155,7 @@ shared_store = ptx("st.shared.u32 [$0], $1;", (u32, u32), memory=True)
 shared_load_half = ptx("ld.shared.u16 $0, [$1];", (u32,), u32, memory=True)
 shared_store_half = ptx("st.shared.u16 [$0], $1;", (u32, u32), memory=True)
 shared_store_byte = ptx("st.shared.u8 [$0], $1;", (u32, u32), memory=True)
+shared_max = ptx("red.shared.max.u32 [$0], $1;", (u32, u32), memory=True)
 shared_or = ptx("red.shared.or.b32 [$0], $1;", (u32, u32), memory=True)
 _to_shared = ptx("{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }", (u64,), u32)
 

@@ -26,14 +26,16 @@ def make_tile_decoder(dtype: DType, mode: Mode) -> Any:
     ):  # fmt: skip
         """Leaves a lane's exponents, low halves and residuals above the low byte in quads, lows and rest.
 
+        ``dynamic`` is an address, the other sections are offsets.
+
         Returns (1 if the tile's bytes would lie outside the dynamic part, number of low bits that are
         escapes, address of those).
         """
         word = load_1(payload + meta + tile * u64(4))
         group_start = u64(load_1(payload + bases + u64(tile >> u64(3)) * u64(4))) * u64(4)
         top, flags = u32(u32(word >> u32(16)) & u32(255)), u32(word >> u32(24))
-        limit = payload + dynamic + dynamic_bytes
-        at = payload + dynamic + group_start + u64(u32(word & u32(0xFFFF)))
+        limit = dynamic + dynamic_bytes
+        at = dynamic + group_start + u64(u32(word & u32(0xFFFF)))
         bad = u32(at > limit)
         escapes, entries = u32(0), at
         if LOW:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..format import GROUP, TILE, DType, Mode
+from ..format import GROUP, TILE, DType, Mode, longest_chunk
 from . import THREADS
 from ._exponents import WARP_WORDS
 from ._frame import kind_word, read_frame
@@ -33,13 +33,15 @@ def make(dtype: DType, mode: Mode) -> Any:
     Launch: max(1, groups of tiles) blocks of THREADS. Arguments, all 64 bits: address (on 16 bytes) and
     size of a buffer that starts with a payload, offsets of its sections in bytes (meta, bases, codes,
     residual, tail, dynamic), address of out (on 16 bytes), numel, address of a u32 that is set to 1
-    where the header is another or a tile's bytes would lie outside the dynamic part. Reads the payload
+    where the header is another or a tile's bytes would lie outside the dynamic part, address of the
+    payload's spill area (rest.py) or 0. Reads the payload
     once, writes out once; blocks do not depend on each other.
 
     Example, fast: code 7 at element 300 and the byte 0x02 in the tile's chunk: symbol 2 is rank
     7 + 2 = 9, exponent top - 9.
     """
     ITEM, LOW, KIND = dtype.itemsize, dtype.low_bits, kind_word(dtype, mode)
+    LONGEST_CHUNK = longest_chunk(dtype, mode)
     decode_tile, join_octet = make_tile_decoder(dtype, mode)
 
     @cuda.jit(device=True, inline="always")
@@ -56,7 +58,9 @@ def make(dtype: DType, mode: Mode) -> Any:
         else:
             store_4(at, a, b, c, d)
 
-    def kernel(payload, payload_bytes, meta, bases, codes, residual, tail, dynamic, out, numel, corrupt):
+    def kernel(
+        payload, payload_bytes, meta, bases, codes, residual, tail, dynamic, out, numel, corrupt, spill
+    ):
         lane = u32(cuda.threadIdx.x & 31)
         warp = u32(cuda.threadIdx.x >> 5)
         num_tiles = u64(numel >> u64(10))
@@ -64,12 +68,14 @@ def make(dtype: DType, mode: Mode) -> Any:
         shared = cuda.shared.array(SHARED_WORDS, u32)
         base = u32(shared_address(shared) + u32(warp * u32(4 * WARP_WORDS)))
         quads, lows, rest = cuda.local.array(8, u32), cuda.local.array(16, u32), cuda.local.array(8, u32)
-        dynamic_bytes, foreign = read_frame(payload, payload_bytes, dynamic, KIND, numel)
+        start, dynamic_bytes, foreign = read_frame(
+            payload, payload_bytes, dynamic, KIND, numel, spill, num_tiles * u64(LONGEST_CHUNK)
+        )
         if foreign != u32(0):
             store_1(corrupt, u32(1))
         if tile < num_tiles:
             bad, escapes, entries = decode_tile(
-                base, lane, payload, meta, bases, codes, residual, dynamic, dynamic_bytes, num_tiles, tile,
+                base, lane, payload, meta, bases, codes, residual, start, dynamic_bytes, num_tiles, tile,
                 quads, lows, rest,
             )  # fmt: skip
             target = out + tile * u64(TILE * ITEM)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..format import GROUP, TILE, DType, Mode
+from ..format import GROUP, TILE, DType, Mode, longest_chunk
 from . import ACCUMULATE_WIDE, MAX_SOURCES, SCALED, TARGET_WIDE, THREADS
 from ._exponents import PLACES, WARP_WORDS
 from ._frame import kind_word, read_frame
@@ -33,26 +33,31 @@ from ._jit import (
 )  # fmt: skip
 from ._tile import make_tile_decoder
 
-SHARED_WORDS = WARP_WORDS * GROUP + 4 * MAX_SOURCES  # of eight warps, then the table of sources
+SHARED_WORDS = WARP_WORDS * GROUP + 6 * MAX_SOURCES  # of eight warps, then the table of sources
 MINUS_ZERO = 0x80000000  # the sum of nothing: adding it changes no number, not even -0.0
 
 
 @device
-def write_entry(table, k, address, size):
+def write_entry(table, k, address, size, spill):
     """Puts a source into the table, which a loop can index where it cannot index arguments."""
-    at = u32(table + u32(16 * k))
+    at = u32(table + u32(24 * k))
     shared_store(at, u32(address))
     shared_store(u32(at + u32(4)), u32(address >> u64(32)))
     shared_store(u32(at + u32(8)), u32(size))
     shared_store(u32(at + u32(12)), u32(size >> u64(32)))
+    shared_store(u32(at + u32(16)), u32(spill))
+    shared_store(u32(at + u32(20)), u32(spill >> u64(32)))
+
+
+@device
+def table_word(at):
+    return u64(u64(shared_load(at)) | u64(u64(shared_load(u32(at + u32(4)))) << u64(32)))
 
 
 @device
 def read_entry(table, source):
-    at = u32(table + u32(source << u32(4)))
-    address = u64(u64(shared_load(at)) | u64(u64(shared_load(u32(at + u32(4)))) << u64(32)))
-    size = u64(u64(shared_load(u32(at + u32(8)))) | u64(u64(shared_load(u32(at + u32(12)))) << u64(32)))
-    return address, size
+    at = u32(table + u32(source * u32(24)))
+    return table_word(at), table_word(u32(at + u32(8))), table_word(u32(at + u32(16)))
 
 
 def make(dtype: DType, mode: Mode) -> Any:
@@ -60,12 +65,12 @@ def make(dtype: DType, mode: Mode) -> Any:
 
     Launch: max(1, groups of tiles) blocks of THREADS. Arguments, all 64 bits: for MAX_SOURCES sources
     their addresses (on 16 bytes), then the sizes of the buffers they start, 0 where the source is a plain
-    tensor; how many there are; offsets of a payload's sections in bytes (meta, bases, codes, residual,
-    tail, dynamic); address of what is added first, or 0; address of the target; flags (ACCUMULATE_WIDE,
-    TARGET_WIDE: those two are fp32 whatever the dtype; SCALED); the bits of the fp32 scale; numel;
-    address of a u32 that is set to 1 where source 0 contradicts itself, and bytes from there to that
-    of the next source. Reads every source once and writes the target once, which may be one of the plain
-    tensors.
+    tensor, then the addresses of their spill areas (rest.py) or 0; how many there are; offsets of a
+    payload's sections in bytes (meta, bases, codes, residual, tail, dynamic); address of what is added
+    first, or 0; address of the target; flags (ACCUMULATE_WIDE, TARGET_WIDE: those two are fp32 whatever the
+    dtype; SCALED); the bits of the fp32 scale; numel; address of a u32 that is set to 1 where source 0
+    contradicts itself, and bytes from there to that of the next source. Reads every source once and writes
+    the target once, which may be one of the plain tensors.
 
     Invariant: element i of the target is ``round(((first + s0 * scale) + s1 * scale) + ...)``, products
     rounded to the dtype, sums in fp32 in the order of the sources, whatever else runs. A lane keeps the
@@ -74,6 +79,7 @@ def make(dtype: DType, mode: Mode) -> Any:
     Example, bf16: sources 1.0 and 2**-9: 1.001953125 in fp32, written as 1.0 (ties to even).
     """
     ITEM, LOW, KIND = dtype.itemsize, dtype.low_bits, kind_word(dtype, mode)
+    LONGEST_CHUNK = longest_chunk(dtype, mode)
     FP16 = dtype.name == "float16"
     decode_tile, join_octet = make_tile_decoder(dtype, mode)
 
@@ -183,7 +189,8 @@ def make(dtype: DType, mode: Mode) -> Any:
         return low
 
     def kernel(
-        a0, a1, a2, a3, a4, a5, a6, a7, n0, n1, n2, n3, n4, n5, n6, n7, num_sources,
+        a0, a1, a2, a3, a4, a5, a6, a7, n0, n1, n2, n3, n4, n5, n6, n7,
+        m0, m1, m2, m3, m4, m5, m6, m7, num_sources,
         meta, bases, codes, residual, tail, dynamic,
         first, target, flags, scale, numel, corrupt, corrupt_step,
     ):  # fmt: skip
@@ -196,14 +203,14 @@ def make(dtype: DType, mode: Mode) -> Any:
         base = u32(start + u32(warp * u32(4 * WARP_WORDS)))
         table = u32(start + u32(4 * WARP_WORDS * GROUP))
         if cuda.threadIdx.x == 0:
-            write_entry(table, 0, a0, n0)
-            write_entry(table, 1, a1, n1)
-            write_entry(table, 2, a2, n2)
-            write_entry(table, 3, a3, n3)
-            write_entry(table, 4, a4, n4)
-            write_entry(table, 5, a5, n5)
-            write_entry(table, 6, a6, n6)
-            write_entry(table, 7, a7, n7)
+            write_entry(table, 0, a0, n0, m0)
+            write_entry(table, 1, a1, n1, m1)
+            write_entry(table, 2, a2, n2, m2)
+            write_entry(table, 3, a3, n3, m3)
+            write_entry(table, 4, a4, n4, m4)
+            write_entry(table, 5, a5, n5, m5)
+            write_entry(table, 6, a6, n6, m6)
+            write_entry(table, 7, a7, n7, m7)
         cuda.syncthreads()
         quads, lows, rest = cuda.local.array(8, u32), cuda.local.array(16, u32), cuda.local.array(8, u32)
         sums = cuda.local.array(32, u32)
@@ -220,13 +227,15 @@ def make(dtype: DType, mode: Mode) -> Any:
                     add_plain(sums, first + octet * u64(ITEM), False, u32(0), scale)
             source = u32(0)
             while source < u32(num_sources):
-                payload, size = read_entry(table, source)
+                payload, size, spill = read_entry(table, source)
                 if size == u64(0):
                     add_plain(sums, payload + octet * u64(ITEM), False, flags, scale)
                 else:
-                    dynamic_bytes, foreign = read_frame(payload, size, dynamic, KIND, numel)
+                    at, dynamic_bytes, foreign = read_frame(
+                        payload, size, dynamic, KIND, numel, spill, num_tiles * u64(LONGEST_CHUNK)
+                    )
                     bad, escapes, entries = decode_tile(
-                        base, lane, payload, meta, bases, codes, residual, dynamic, dynamic_bytes, num_tiles,
+                        base, lane, payload, meta, bases, codes, residual, at, dynamic_bytes, num_tiles,
                         tile, quads, lows, rest,
                     )  # fmt: skip
                     if LOW and escapes != u32(0):
@@ -252,7 +261,7 @@ def make(dtype: DType, mode: Mode) -> Any:
                         total = load_element(first, k, False)
                 source = u32(0)
                 while source < u32(num_sources):
-                    at, size = read_entry(table, source)
+                    at, size, _ = read_entry(table, source)
                     if size != u64(0):
                         at = at + tail - num_tiles * u64(TILE * ITEM)
                     value = load_element(at, k, False)

@@ -17,6 +17,7 @@ import re
 import struct
 import tempfile
 import threading
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from ..format import DTYPES, GROUP, HEADER_BYTES, Header, Layout, Mode, cached_l
 from . import ACCUMULATE_WIDE, MAX_SOURCES, SCALED, SCAN_HEAD, TARGET_WIDE, THREADS
 
 MIN_CAPABILITY = (8, 0)  # redux.sync, and L1 hints on loads
-ARGUMENTS = {"encode": 10, "decode": 11, "decode_sum": 30}  # of the kernels
+ARGUMENTS = {"encode": 10, "decode": 12, "decode_sum": 38, "stamp": 2, "rest": 10}  # of the kernels
 # Registers a thread may use. By itself the compiler takes more, and fewer blocks fit a multiprocessor. H200,
 # 1 GiB, GB/s without and with: bf16 dense decode 1318, 1461; fp16 fast encode 1544, 1739; fp32 holding
 # bf16 values, dense decode 1694, 2029 (with 40 instead of 64: 928).
@@ -211,10 +212,11 @@ def encode(x: Tensor, lay: Layout, payload: Tensor) -> None:
     )  # fmt: skip
 
 
-def decode(payload: Tensor, lay: Layout, out: Tensor, flag: Tensor | None = None) -> None:
+def decode(payload: Tensor, lay: Layout, out: Tensor, flag: Tensor | None = None, spill: int = 0) -> None:
     """Starts decoding a payload of a known layout into contiguous ``out``.
 
     ``flag``, int32[1] on the device, is set to 1 if the payload contradicts itself; see corrupt_flag.
+    ``spill`` is the address of where its dynamic part may have been moved to (cuda/rest.py).
     """
     device = out.get_device()
     if payload.numel() < lay.static_bytes:
@@ -230,24 +232,31 @@ def decode(payload: Tensor, lay: Layout, out: Tensor, flag: Tensor | None = None
         _function("decode", lay.dtype.name, lay.mode, device), _groups(lay), device,
         payload.data_ptr(), payload.numel(), lay.meta, lay.bases, lay.codes, lay.residual, lay.tail,
         lay.static_bytes, target.data_ptr(), lay.numel,
-        (corrupt_flag(device) if flag is None else flag).data_ptr(),
+        (corrupt_flag(device) if flag is None else flag).data_ptr(), spill,
     )  # fmt: skip
     if target is not out:
         out.detach().copy_(target)
 
 
 def decode_sum(
-    sources: list[Tensor], lay: Layout, scale: float, out: Tensor, accumulate: bool, flags: Tensor | None
+    sources: list[Tensor],
+    lay: Layout,
+    scale: float,
+    out: Tensor,
+    accumulate: bool = False,
+    flags: Tensor | None = None,
+    spills: Sequence[int] | None = None,
 ) -> None:
     """Starts ``out = sum(source * scale)``, as ops.decode_sum_out has it, of payloads of one layout.
 
     Sources are payloads (uint8) or contiguous tensors of out's dtype and numel. ``flags``, int32[number of
     sources] on the device, are set to 1 where a payload contradicts itself; None: all set corrupt_flag.
+    ``spills`` are addresses, one a source, as in decode.
     """
     device, dtype = out.get_device(), lay.dtype
     mode = Mode.FAST if lay.mode == Mode.RAW else lay.mode
     known = cached_layout(lay.numel, dtype, mode)
-    terms: list[tuple[Tensor, int]] = []
+    terms: list[tuple[Tensor, int]] = []  # with the sizes of payloads
     for source in sources:
         if source.dtype != torch.uint8:
             terms.append((_aligned(source), 0))
@@ -278,7 +287,8 @@ def decode_sum(
         written = target if last or partial is None else partial
         _launch(
             function, _groups(known), device,
-            *(term.data_ptr() for term, _ in some), *spare, *(size for _, size in some), *spare, len(some),
+            *(term.data_ptr() for term, _ in some), *spare, *(size for _, size in some), *spare,
+            *(spills[start : start + MAX_SOURCES] if spills else [0] * len(some)), *spare, len(some),
             known.meta, known.bases, known.codes, known.residual, known.tail, known.static_bytes,
             first, written.data_ptr(), bits | (0 if last else TARGET_WIDE) | (SCALED if scale != 1.0 else 0),
             scale_bits, lay.numel, flag.data_ptr() + step * start, step,
@@ -286,3 +296,20 @@ def decode_sum(
         first, bits = written.data_ptr(), ACCUMULATE_WIDE
     if target is not out:
         out.detach().copy_(target)
+
+
+# Between encoding and decoding; tables and words are channel.py's
+
+
+def stamp(device: int, table: int, entries: int) -> None:
+    """Starts the kernel of cuda/stamp.py."""
+    _launch(_function("stamp", "uint8", Mode.RAW, device), 1, device, table, entries)
+
+
+def rest(device: int, *arguments: int) -> None:
+    """Starts the kernel of cuda/rest.py, whose arguments but the corrupt flag these are, in its order."""
+    *first, stamped = arguments
+    _launch(
+        _function("rest", "uint8", Mode.RAW, device), 1, device,
+        *first, corrupt_flag(device).data_ptr(), stamped,
+    )  # fmt: skip
