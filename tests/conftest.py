@@ -64,3 +64,20 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def staged_ranks() -> Iterator[Ranks]:
+    """Ranks that may share a GPU: see tests/staged.py."""
+    pool = Ranks(largest=4)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def nccl_ranks() -> Iterator[Ranks]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two CUDA devices")
+    pool = Ranks(largest=2, backend="nccl")
+    yield pool
+    pool.stop()

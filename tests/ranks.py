@@ -1,4 +1,4 @@
-"""Real ranks for tests: a pool of processes that share one gloo group and run test functions.
+"""Real ranks for tests: a pool of processes that share one group and run test functions.
 
 ``run(size, function, *args)`` runs ``function(group, *args)`` on ranks 0..size-1, in a group of that
 size, and returns what each returned. Processes are started once a session (importing torch takes
@@ -30,14 +30,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _serve(rank: int, store: str, connection: Any) -> None:
+def _serve(rank: int, store: str, connection: Any, largest: int, backend: str) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=LARGEST)
-    groups = {n: dist.new_group(list(range(n)), timedelta(seconds=60)) for n in range(1, LARGEST + 1)}
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=largest)
+    groups = {n: dist.new_group(list(range(n)), timedelta(seconds=60)) for n in range(1, largest + 1)}
     while (task := connection.recv()) is not None:
         module, name, size, args = task
         try:
@@ -48,7 +50,10 @@ def _serve(rank: int, store: str, connection: Any) -> None:
 
 
 class Ranks:
-    def __init__(self) -> None:
+    """Up to ``largest`` ranks. With CUDA devices each has one, which several may share but over NCCL."""
+
+    def __init__(self, largest: int = LARGEST, backend: str = "gloo") -> None:
+        self._largest, self._backend = largest, backend
         self._processes: list[Any] = []
         self._connections: list[Any] = []
 
@@ -56,9 +61,10 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         store = tempfile.mktemp(prefix="zipccl-store-")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        for rank in range(LARGEST):
+        for rank in range(self._largest):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            args = (rank, store, theirs, self._largest, self._backend)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             self._processes.append(process)
             self._connections.append(ours)

@@ -27,12 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import exchange
+from . import cuda_exchange, exchange
 from .arguments import check_like, check_list, check_tensor, split_numels
+from .channel import channel
 from .codec import resolve_mode
 from .communicator import Work, communicator
 from .config import Policy
 from .counters import recorder
+from .cuda_exchange import enqueue
 from .eligible import decline_reason, resolve_group, scale_of
 from .exchange import Call
 from .format import TILE, align
@@ -62,23 +64,40 @@ def _run(
     if reason is not None:
         recorder(resolved).native(name, reason, sum(t.nbytes for t in inputs))
         return native()
-    call = Call(communicator(resolved), name, reference.dtype, resolve_mode(policy.mode, reference.dtype))
+    mode = resolve_mode(policy.mode, reference.dtype)
+    call = Call(communicator(resolved), name, reference.dtype, mode)
     in_place = [t.is_contiguous() for t in outputs]
     flat = [(t if whole else torch.empty_like(t, memory_format=torch.contiguous_format)).detach().view(-1)
             for t, whole in zip(outputs, in_place, strict=True)]  # fmt: skip
 
-    def carry_out() -> None:
-        body(call, flat)
-        call.finish()
+    def put_back() -> None:
         for target, filled, whole in zip(outputs, flat, in_place, strict=True):
             if not whole:
-                target.copy_(filled.view(target.shape))
+                target.detach().copy_(filled.view(target.shape))
 
-    work = call.comm.submit(carry_out, list(outputs))
+    work: dist.Work
+    if reference.is_cuda:
+        call.channel = channel(resolved, reference.device)
+        work = enqueue(
+            call, lambda: body(call, flat), put_back, [*inputs, *outputs, *flat], outputs, async_op
+        )
+    else:
+
+        def carry_out() -> None:
+            body(call, flat)
+            call.finish()
+            put_back()
+
+        work = call.comm.submit(carry_out, list(outputs))
     if async_op:
         return work
     work.wait()
     return None
+
+
+def _engine(call: Call) -> Any:
+    """The exchanges for a call's device: cuda_exchange has the same functions as exchange."""
+    return exchange if call.channel is None else cuda_exchange
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -123,8 +142,8 @@ def all_gather_into_tensor(
 
     def body(call: Call, flat: list[Tensor]) -> None:
         n = input_tensor.numel()
-        exchange.agree(call, 0.0, [n] * size, [n] * size)
-        exchange.all_gather(call, _flat(input_tensor), _equal_parts(flat[0], size))
+        _engine(call).agree(call, 0.0, [n] * size, [n] * size)
+        _engine(call).all_gather(call, _flat(input_tensor), _equal_parts(flat[0], size))
 
     return _run(
         "all_gather_into_tensor", native, body, [input_tensor], [output_tensor], input_tensor.nbytes,
@@ -149,8 +168,8 @@ def all_gather(
 
     def body(call: Call, flat: list[Tensor]) -> None:
         n = tensor.numel()
-        exchange.agree(call, 0.0, [n] * call.comm.size, [t.numel() for t in flat])
-        exchange.all_gather(call, _flat(tensor), flat)
+        _engine(call).agree(call, 0.0, [n] * call.comm.size, [t.numel() for t in flat])
+        _engine(call).all_gather(call, _flat(tensor), flat)
 
     return _run(
         "all_gather",
@@ -187,8 +206,8 @@ def reduce_scatter_tensor(
     def body(call: Call, flat: list[Tensor]) -> None:
         n = output.numel()
         scale = scale_of(op, size) or 1.0
-        exchange.agree(call, scale, [n] * size, [n] * size)
-        exchange.reduce_scatter(call, _equal_parts(_flat(input), size), flat[0], scale)
+        _engine(call).agree(call, scale, [n] * size, [n] * size)
+        _engine(call).reduce_scatter(call, _equal_parts(_flat(input), size), flat[0], scale)
 
     return _run(
         "reduce_scatter_tensor", native, body, [input], [output], output.nbytes, group, async_op, policy, op
@@ -211,8 +230,8 @@ def reduce_scatter(
     def body(call: Call, flat: list[Tensor]) -> None:
         parts = [_flat(t) for t in input_list]
         scale = scale_of(op, call.comm.size) or 1.0
-        exchange.agree(call, scale, [p.numel() for p in parts], [output.numel()] * call.comm.size)
-        exchange.reduce_scatter(call, parts, flat[0], scale)
+        _engine(call).agree(call, scale, [p.numel() for p in parts], [output.numel()] * call.comm.size)
+        _engine(call).reduce_scatter(call, parts, flat[0], scale)
 
     return _run(
         "reduce_scatter",
@@ -238,11 +257,11 @@ def all_reduce(
         if not tensor.is_contiguous():
             x.copy_(_flat(tensor))
         scale = scale_of(op, comm.size) or 1.0
-        exchange.agree(call, scale, [len(x)] * comm.size, [len(x)] * comm.size)
+        _engine(call).agree(call, scale, [len(x)] * comm.size, [len(x)] * comm.size)
         shard = align(-(-len(x) // comm.size), TILE)  # whole tiles, so that only the last has a tail
         shards = [x[rank * shard : (rank + 1) * shard] for rank in range(comm.size)]
-        exchange.reduce_scatter(call, shards, shards[comm.rank], scale)
-        exchange.all_gather(call, shards[comm.rank], shards)
+        _engine(call).reduce_scatter(call, shards, shards[comm.rank], scale)
+        _engine(call).all_gather(call, shards[comm.rank], shards)
 
     return _run(
         "all_reduce",
@@ -336,17 +355,8 @@ def all_to_all(
 
 
 def _all_to_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    rows = exchange.agree(call, 0.0, [len(p) for p in parts], [len(o) for o in outs])
-
-    def consume(start: int, sources: list[Tensor]) -> None:
-        for peer, (source, out) in enumerate(zip(sources, outs, strict=True)):
-            piece = out[start : start + call.piece]
-            if peer == call.comm.rank:
-                piece.copy_(source)
-            elif source.numel():
-                call.decode(source, piece, peer)
-
-    exchange.all_to_all(call, parts, max(max(row) for row in rows), consume)
+    _engine(call).agree(call, 0.0, [len(p) for p in parts], [len(o) for o in outs])
+    _engine(call).all_to_all(call, parts, outs)
 
 
 def broadcast(
@@ -375,8 +385,8 @@ def broadcast(
             x.copy_(_flat(tensor))
         sends = [len(x)] * comm.size if comm.rank == root else [0] * comm.size
         expects = [len(x) if rank == root else 0 for rank in range(comm.size)]
-        exchange.agree(call, float(root), sends, expects)
-        exchange.broadcast(call, x, root)
+        _engine(call).agree(call, float(root), sends, expects)
+        _engine(call).broadcast(call, x, root)
 
     return _run(
         "broadcast",

@@ -77,6 +77,12 @@ class Work(dist.Work):
         return self._checked
 
 
+def group_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend that carries out a group's collectives on a device."""
+    native: Any = group._get_backend(device)
+    return getattr(native, "wrapped_pg", native)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+
+
 class Communicator:
     """Runs the compressed collectives of one process group on this rank.
 
@@ -89,9 +95,7 @@ class Communicator:
         # dist.new_group: that needs every rank of the world, or else (use_local_synchronization) names the
         # group by the number of groups each member has, and members with different numbers never meet.
         store = dist.PrefixStore("zipccl", dist.distributed_c10d._get_process_group_store(group))
-        native: Any = group._get_backend(torch.device("cpu"))
-        native = getattr(native, "wrapped_pg", native)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-        timeout = native.options._timeout
+        timeout = group_backend(group, group._device_types[0]).options._timeout
         self.backend: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
         self.recorder = recorder(group)
         self._buffers: dict[str, Tensor] = {}

@@ -29,6 +29,7 @@ class CallStats:
     modes: Counter[str] = field(default_factory=Counter)  # wire mode -> payloads encoded
     native_calls: Counter[str] = field(default_factory=Counter)  # reason -> calls
     native_bytes: int = 0
+    overflows: int = 0  # exchanges between GPUs whose dynamic part found no room: the rest followed over gloo
 
     def add(self, other: CallStats) -> None:
         for f in fields(self):
@@ -70,6 +71,7 @@ class Stats:
         ]
         for name, c in sorted(self.calls.items()):
             notes = [", ".join(f"{mode} {n}" for mode, n in c.modes.items())] if c.modes else []
+            notes += [f"overflows {c.overflows}"] if c.overflows else []
             notes += [f"{reason} {n}" for reason, n in c.native_calls.items()]
             numbers = (f"{c.raw_bytes / 1e6:.3f}", f"{c.sent_bytes / 1e6:.3f}", f"{c.ratio:.3f}")
             lines.append(row.format(name, c.calls, c.compressed_calls, *numbers, "; ".join(notes)))
@@ -107,6 +109,10 @@ class Recorder:
             call.raw_bytes += raw_bytes
             call.sent_bytes += sent_bytes
             call.modes.update(modes)
+
+    def overflow(self, name: str) -> None:
+        with self._lock:
+            self._call(name).overflows += 1
 
     def add_to(self, total: Stats) -> None:
         """Adds these counters to ``total``."""

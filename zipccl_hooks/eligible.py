@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .config import Policy
+from .cuda import launch
 from .format import DTYPES
 from .ops import SUM_DTYPES
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # those whose groups compress, by device
 _MOVABLE_DTYPES = frozenset(getattr(torch, d.name) for d in DTYPES.values() if d.exponent_bits)
 
 
@@ -50,12 +52,18 @@ def decline_reason(
         return "one rank"
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"tensor subclass {type(tensor).__name__}"
-    if tensor.device.type != "cpu":
-        return f"device {tensor.device.type}"
+    device = tensor.device.type
+    if device not in BACKENDS:
+        return f"device {device}"
     # Not get_backend, which knows one name only: a group may have gloo for CPUs and NCCL for GPUs.
     backends = dist.distributed_c10d._world.pg_backend_config[group]
-    if "cpu:gloo" not in backends:
+    if f"{device}:{BACKENDS[device]}" not in backends:
         return f"backend {backends}"
+    if device == "cuda":
+        if (why := launch.missing()) is not None:
+            return why
+        if torch.cuda.is_current_stream_capturing():
+            return "CUDA graph capture"  # its replays could not change the room they exchange
     if group in dist.distributed_c10d._world.pg_coalesce_state:
         return "coalescing"
     if tensor.dtype not in _MOVABLE_DTYPES:

@@ -55,6 +55,8 @@ class Call:
 
     A rank that cannot decode what it got keeps its part of the exchange, so that the others are not
     left waiting, and raises at the end. ``error`` is what it will raise; it decodes no more after it.
+    ``longest`` is the largest part that any rank sends to any other, as agreed. The fields from ``channel``
+    on are those of calls on CUDA tensors (cuda_exchange.py).
     """
 
     comm: Communicator
@@ -65,6 +67,11 @@ class Call:
     sent_bytes: int = 0
     modes: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None
+    longest: int = 0
+    channel: Any = None
+    stage: int = 0  # exchanges of the call so far
+    kind: tuple[int, ...] = ()  # sizes, where all ranks know them
+    description: tuple[float, Sequence[int], Sequence[int]] = (0.0, (), ())
 
     @property
     def peers(self) -> int:
@@ -109,8 +116,8 @@ class Call:
         self.comm.recorder.compressed(self.name, self.raw_bytes, self.sent_bytes, self.modes)
 
 
-def agree(call: Call, detail: float, sends: Sequence[int], expects: Sequence[int]) -> list[list[int]]:
-    """Compares this rank's description of the call with everyone's; returns ``sends`` of every rank.
+def agree(call: Call, detail: float, sends: Sequence[int], expects: Sequence[int]) -> None:
+    """Compares this rank's description of the call with everyone's.
 
     ``detail`` is what else must be equal (root, scale); ``sends[i]`` counts the elements for rank i,
     ``expects[i]`` those from it. Raises PeerMismatch, on every rank alike.
@@ -136,7 +143,7 @@ def agree(call: Call, detail: float, sends: Sequence[int], expects: Sequence[int
                     f"{call.name}: rank {target} expects {expected} elements of rank {source}, got {sent}"
                 )
                 raise PeerMismatch(message, rank=comm.rank, peer=source)
-    return [row[3 : 3 + size] for row in rows]
+    call.longest = max(max(row[3 : 3 + size]) for row in rows)
 
 
 def _in_pieces(
@@ -255,13 +262,13 @@ def all_gather(call: Call, x: Tensor, outs: Sequence[Tensor]) -> None:
     _exchange(call, longest, encode, call.capacity(min(x.numel(), step)), consume)
 
 
-def all_to_all(
+def _all_to_all(
     call: Call, parts: Sequence[Tensor], longest: int, consume: Callable[[int, list[Tensor]], None]
 ) -> None:
     """Sends ``parts[i]``, flat, to rank i; ``consume(start, sources)`` gets what arrives, piece by piece.
 
-    ``longest`` is the largest part that any rank sends to any other. ``sources`` are the piece's
-    payloads (uint8) in rank order, empty where a rank has nothing in it; for this rank, its part itself.
+    ``sources`` are the piece's payloads (uint8) in rank order, empty where a rank has nothing in it; for
+    this rank, its part itself.
     """
     rank, step = call.comm.rank, call.piece
     capacities = [0 if i == rank else call.capacity(min(len(p), step)) for i, p in enumerate(parts)]
@@ -289,7 +296,21 @@ def reduce_scatter(call: Call, parts: Sequence[Tensor], out: Tensor, scale: floa
         if piece.numel():
             call.decode_sum(sources, scale, piece)
 
-    all_to_all(call, parts, max(part.numel() for part in parts), consume)
+    _all_to_all(call, parts, max(part.numel() for part in parts), consume)
+
+
+def all_to_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """Sends ``parts[i]``, flat, to rank i, whose own for this rank comes into ``outs[i]``."""
+
+    def consume(start: int, sources: list[Tensor]) -> None:
+        for peer, (source, out) in enumerate(zip(sources, outs, strict=True)):
+            piece = out[start : start + call.piece]
+            if peer == call.comm.rank:
+                piece.copy_(source)
+            elif source.numel():
+                call.decode(source, piece, peer)
+
+    _all_to_all(call, parts, call.longest, consume)
 
 
 def broadcast(call: Call, x: Tensor, root: int) -> None:

@@ -1,0 +1,353 @@
+"""Collectives on CUDA tensors: bits, room and overflow, streams. Over NCCL, and staged on a shared GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from corpus import CODED, name_of
+from ranks import Ranks
+from staged import StagedBackend
+from test_collectives import assert_bits, compressed_calls, data, rank_order_sum
+from torch import Tensor
+
+from zipccl_hooks import (
+    Policy,
+    channel,
+    collectives,
+    cuda_exchange,
+    eligible,
+    reset_stats,
+    stats,
+    zipccl_hook,
+)
+from zipccl_hooks.channel import LAG
+from zipccl_hooks.errors import PeerMismatch
+
+pytestmark = pytest.mark.gpu
+ALL = Policy(min_bytes=0)
+SUMMED = (torch.bfloat16, torch.float16, torch.float32)
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(params=["staged 2", "staged 3", "staged 4", "nccl 2"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a function on ranks whose CUDA tensors travel over NCCL or through the host."""
+    transport, size = request.param.split()
+    pool: Ranks = request.getfixturevalue(f"{transport}_ranks")
+    return lambda function, *args: pool.run(int(size), prepared, function.__name__, args)
+
+
+def prepared(group: dist.ProcessGroup, name: str, args: tuple[Any, ...]) -> Any:
+    """Runs a function of this file in a rank; small pieces, so that a few thousand elements take several."""
+    cuda_exchange.PIECES_BYTES, cuda_exchange.MIN_PIECE_BYTES = 0, 32 * 1024
+    if dist.get_backend(group) == "gloo":
+        eligible.BACKENDS = {"cpu": "gloo", "cuda": "gloo"}
+        channel.group_backend = lambda group, device: StagedBackend(group)
+    reset_stats()
+    result = globals()[name](group, *args)
+    torch.cuda.synchronize()
+    return result
+
+
+def overflows(group: dist.ProcessGroup) -> int:
+    return sum(call.overflows for call in stats(group).calls.values())
+
+
+def gpu(x: Tensor) -> Tensor:
+    return x.cuda()
+
+
+# Data movement
+
+
+def move(group: dist.ProcessGroup, dtype: torch.dtype, numel: int, hostile: bool) -> None:
+    rank, size = group.rank(), group.size()
+    inputs = [data(r, numel, dtype, hostile) for r in range(size)]
+    x = gpu(inputs[rank])
+    out = torch.empty(size * numel, dtype=dtype, device="cuda")
+    assert collectives.all_gather_into_tensor(out, x, group, policy=ALL) is None
+    assert_bits(out.cpu(), torch.cat(inputs))
+
+    outs = [torch.empty(numel, dtype=dtype, device="cuda") for _ in range(size)]
+    collectives.all_gather(outs, x, group, policy=ALL)
+    assert_bits(torch.cat(outs).cpu(), torch.cat(inputs))
+
+    for root in (0, size - 1):
+        y = x.clone()
+        collectives.broadcast(y, group=group, group_src=root, policy=ALL)
+        assert_bits(y.cpu(), inputs[root])
+
+    wide = [data(r, size * numel, dtype, hostile) for r in range(size)]
+    expected = torch.cat([w.view(size, numel)[rank] for w in wide])
+    collectives.all_to_all_single(out, gpu(wide[rank]), group=group, policy=ALL)
+    assert_bits(out.cpu(), expected)
+    collectives.all_to_all(outs, list(gpu(wide[rank]).view(size, numel)), group, policy=ALL)
+    assert_bits(torch.cat(outs).cpu(), expected)
+    names = ("all_gather_into_tensor", "all_gather", "broadcast", "all_to_all_single", "all_to_all")
+    assert [compressed_calls(group, n) for n in names] == [1, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("hostile", [False, True], ids=["gaussian", "hostile"])
+@pytest.mark.parametrize("dtype", CODED, ids=name_of)
+@pytest.mark.parametrize("numel", [1, 1023, 3 * 16384 + 77])
+def test_moves_the_very_bits(run: Run, dtype: torch.dtype, numel: int, hostile: bool) -> None:
+    run(move, dtype, numel, hostile)
+
+
+def move_uneven(group: dist.ProcessGroup) -> None:
+    rank, size = group.rank(), group.size()
+    numels = [(7 * r * r + 1000 * r) % 40000 for r in range(size)]  # rank 0 has nothing
+    inputs = [data(r, n, torch.bfloat16) for r, n in enumerate(numels)]
+    outs = [torch.empty(n, dtype=torch.bfloat16, device="cuda") for n in numels]
+    collectives.all_gather(outs, gpu(inputs[rank]), group, policy=ALL)
+    assert_bits(torch.cat(outs).cpu(), torch.cat(inputs))
+
+    # Rows of 3 elements; splits[i][j] rows go from i to j, some none, other ones each time.
+    for turn in range(LAG + 3):
+        splits = [[(i * 5 + j * 3 + turn) % 7 * 1500 for j in range(size)] for i in range(size)]
+        x = [data(r, 3 * sum(splits[r]), torch.float32).view(-1, 3) for r in range(size)]
+        received = [splits[source][rank] for source in range(size)]
+        out = torch.empty(sum(received), 3, device="cuda")
+        collectives.all_to_all_single(out, gpu(x[rank]), received, splits[rank], group, policy=ALL)
+        expected = torch.cat([x[source].split(splits[source])[rank] for source in range(size)])
+        assert_bits(out.cpu(), expected)
+
+    # Not contiguous, on both sides.
+    x = gpu(data(rank, 30_000, torch.float32)).view(100, 300).t()
+    out = torch.empty(100, size * 300, device="cuda").t()
+    collectives.all_gather_into_tensor(out, x, group, policy=ALL)
+    parts = [data(r, 30_000, torch.float32).view(100, 300).t() for r in range(size)]
+    assert_bits(out.cpu().contiguous(), torch.cat(parts).contiguous())
+
+
+def test_moves_parts_of_any_size(run: Run) -> None:
+    run(move_uneven)
+
+
+# Room
+
+
+def overflow(group: dist.ProcessGroup, where: str) -> list[int]:
+    """Calls whose data are harder than those before, on rank 0 only; the overflows after each."""
+    rank, size, numel = group.rank(), group.size(), 5 * 16384 + 99
+    policy, counts = Policy(min_bytes=0, mode="fast"), []
+    for turn in range(2 * LAG + 4):
+        hard = turn >= 2 and rank == 0
+        x = data(rank + 10 * turn, size * numel, torch.bfloat16, hostile=hard)
+        everyone = [
+            data(r + 10 * turn, size * numel, torch.bfloat16, hostile=turn >= 2 and r == 0)
+            for r in range(size)
+        ]
+        if where == "gather":
+            out = torch.empty(size * size * numel, dtype=torch.bfloat16, device="cuda")
+            collectives.all_gather_into_tensor(out, gpu(x), group, policy=policy)
+            assert_bits(out.cpu(), torch.cat(everyone))
+        elif where == "broadcast":
+            y = gpu(x)
+            collectives.broadcast(y, group=group, group_src=0, policy=policy)
+            assert_bits(y.cpu(), everyone[0])
+        elif where == "pairs":
+            out = torch.empty(size * numel, dtype=torch.bfloat16, device="cuda")
+            collectives.all_to_all_single(out, gpu(x), group=group, policy=policy)
+            assert_bits(out.cpu(), torch.cat([e.view(size, -1)[rank] for e in everyone]))
+        else:
+            finite = [torch.nan_to_num(e.float(), 0.0, 1.0, -1.0).bfloat16() for e in everyone]
+            y = gpu(finite[rank])
+            collectives.all_reduce(y, group=group, policy=policy)
+            assert_bits(y.cpu(), rank_order_sum(finite))
+        torch.cuda.synchronize()
+        counts.append(overflows(group))
+    return counts
+
+
+@pytest.mark.parametrize("where", ["gather", "broadcast", "pairs", "sum"])
+def test_what_finds_no_room_follows(run: Run, where: str) -> None:
+    """Until the room has grown, LAG calls later; then no more."""
+    all_counts = run(overflow, where)
+    for counts in all_counts:
+        assert counts[1] == 0
+        assert counts[-1] == counts[-3]
+    assert all(b > a for a, b in zip(all_counts[0][1 : LAG + 1], all_counts[0][2 : LAG + 2], strict=True))
+
+
+def overflow_at_the_end(group: dist.ProcessGroup) -> None:
+    """In the middle of a chain of async calls in a group of its own, and in the last call before it goes."""
+    rank, numel = group.rank(), 200_000
+    own = dist.new_group(list(range(group.size())), use_local_synchronization=True)
+    policy = Policy(min_bytes=0, mode="fast")
+    inputs = [
+        [data(r + 10 * k, numel, torch.bfloat16, hostile=r == 0 and k in (3, 5)) for r in range(group.size())]
+        for k in range(6)
+    ]
+    outs = [torch.empty(group.size() * numel, dtype=torch.bfloat16, device="cuda") for _ in inputs]
+    xs = [gpu(x[rank]) for x in inputs]
+    works = [
+        collectives.all_gather_into_tensor(out, x, own, True, policy=policy)
+        for out, x in zip(outs, xs, strict=True)
+    ]
+    for work in works:
+        work.wait()
+    dist.destroy_process_group(own)
+    for out, x in zip(outs, inputs, strict=True):
+        assert_bits(out.cpu(), torch.cat(x))
+
+
+def test_overflow_in_async_chains_and_before_destroy(run: Run) -> None:
+    run(overflow_at_the_end)
+
+
+# Sums
+
+
+def reduce(group: dist.ProcessGroup, dtype: torch.dtype, numel: int) -> None:
+    rank, size = group.rank(), group.size()
+    terms = [data(r, size * numel, dtype) for r in range(size)]
+    if dtype == torch.float32:
+        terms = [t.bfloat16().float() for t in terms]
+    ops: list[tuple[Any, float]] = [(dist.ReduceOp.SUM, 1.0), (dist.ReduceOp.AVG, 1 / size)]
+    if dist.get_backend(group) == "nccl":
+        ops.append((dist._make_nccl_premul_sum(0.3), 0.3))
+    for op, scale in ops:
+        expected = rank_order_sum(terms, scale)
+        y = gpu(terms[rank])
+        collectives.all_reduce(y, op, group, policy=ALL)
+        assert_bits(y.cpu(), expected)
+        out = torch.empty(numel, dtype=dtype, device="cuda")
+        collectives.reduce_scatter_tensor(out, gpu(terms[rank]), op, group, policy=ALL)
+        assert_bits(out.cpu(), expected.view(size, numel)[rank])
+        collectives.reduce_scatter(out, list(gpu(terms[rank]).view(size, numel)), op, group, policy=ALL)
+        assert_bits(out.cpu(), expected.view(size, numel)[rank])
+        if size == 2 and dist.get_backend(group) == "nccl":
+            plain = gpu(terms[rank])
+            dist.all_reduce(plain, op, group)
+            assert_bits(y.cpu(), plain.cpu())
+            dist.reduce_scatter_tensor(out, gpu(terms[rank]), op, group)
+            assert_bits(out.cpu(), expected.view(size, numel)[rank])
+    assert compressed_calls(group, "all_reduce") == len(ops)
+
+
+@pytest.mark.parametrize("dtype", SUMMED, ids=name_of)
+@pytest.mark.parametrize("numel", [3, 2 * 16384 + 33])
+def test_sums_in_rank_order(run: Run, dtype: torch.dtype, numel: int) -> None:
+    run(reduce, dtype, numel)
+
+
+# Streams
+
+
+def on_streams(group: dist.ProcessGroup) -> None:
+    """Calls are ordered with the current stream, several at once, their tensors may be dropped at once."""
+    rank, size, numel = group.rank(), group.size(), 100_000
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    for turn in range(9):
+        with torch.cuda.stream(streams[turn % 3]):
+            torch.cuda._sleep(1_000_000)
+            x = gpu(data(rank + 10 * turn, numel, torch.bfloat16))
+            out = torch.empty(size * numel, dtype=torch.bfloat16, device="cuda")
+            work = collectives.all_gather_into_tensor(out, x, group, True, policy=ALL)
+            del x
+            torch.randn(numel, device="cuda")  # would take the memory of x
+            if turn % 2:
+                work.wait()
+                results.append((turn, out.clone()))
+            else:
+                results.append((turn, work.get_future().wait()[0].clone()))
+    torch.cuda.synchronize()
+    for turn, out in results:
+        assert_bits(out.cpu(), torch.cat([data(r + 10 * turn, numel, torch.bfloat16) for r in range(size)]))
+
+
+def test_streams(run: Run) -> None:
+    run(on_streams)
+
+
+def runs_ahead(group: dist.ProcessGroup) -> bool:
+    """Whether the host came back from its calls before the device got to them."""
+    x, out = (
+        gpu(data(group.rank(), 100_000, torch.bfloat16)),
+        torch.empty(200_000, dtype=torch.bfloat16).cuda(),
+    )
+    for _ in range(2):
+        collectives.all_gather_into_tensor(out, x, group, policy=ALL)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    for _ in range(LAG - 1):
+        collectives.all_gather_into_tensor(out, x, group, policy=ALL)
+    end = torch.cuda.Event()
+    end.record()
+    return not end.query()
+
+
+def test_the_host_does_not_wait(nccl_ranks: Ranks) -> None:
+    assert nccl_ranks.run(2, prepared, "runs_ahead", ()) == [True, True]
+
+
+# What ranks contradict each other in, what goes native, clients
+
+
+def contradict(group: dist.ProcessGroup) -> None:
+    x = gpu(data(0, 5000 + group.rank(), torch.bfloat16))
+    out = torch.empty(group.size() * len(x), dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(PeerMismatch, match="expects"):
+        collectives.all_gather_into_tensor(out, x, group, policy=ALL)
+
+
+def test_contradictions_are_raised_everywhere(run: Run) -> None:
+    run(contradict)
+
+
+def capture(group: dist.ProcessGroup) -> str:
+    x = torch.ones(10_000, device="cuda")
+    collectives.all_reduce(x, group=group, policy=ALL)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        collectives.all_reduce(x, group=group, policy=ALL)
+    graph.replay()
+    assert x[0] == group.size() ** 2
+    (reason,) = stats(group).calls["all_reduce"].native_calls
+    return reason
+
+
+def test_capture_goes_native(nccl_ranks: Ranks) -> None:
+    assert nccl_ranks.run(2, prepared, "capture", ()) == ["CUDA graph capture"] * 2
+
+
+def train(group: dist.ProcessGroup, hook: bool) -> tuple[list[float], Tensor]:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256)]
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(*layers).cuda(), process_group=group
+    )
+    if hook:
+        from zipccl_hooks import ZipState
+
+        model.register_comm_hook(ZipState(group, ALL), zipccl_hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    generator = torch.Generator("cuda").manual_seed(group.rank())
+    losses = []
+    for _ in range(12):
+        x = torch.randn(64, 256, device="cuda", generator=generator)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, torch.cat([p.detach().view(-1) for p in model.parameters()]).cpu()
+
+
+def ddp(group: dist.ProcessGroup) -> None:
+    plain_losses, plain = train(group, False)
+    losses, parameters = train(group, True)
+    assert losses == plain_losses
+    assert_bits(parameters, plain)
+    assert compressed_calls(group, "all_reduce") == 12
+
+
+def test_ddp(nccl_ranks: Ranks) -> None:
+    nccl_ranks.run(2, prepared, "ddp", ())

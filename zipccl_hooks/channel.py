@@ -1,0 +1,287 @@
+"""The CUDA side of a communicator: streams, buffers, and what kernels and host share during an exchange.
+
+A compressed exchange on GPUs is enqueued whole by the thread that calls, like a plain collective, and
+no host waits for it::
+
+    caller's stream  x ready .                                                . result ready
+    encoding         wait    '- encode 0 | encode 1 |                         |
+    the group's own             | exchange 0 | exchange 1 |                   |
+    decoding                                 | rest, decode 0 | rest, decode 1'
+
+The exchange is one of the group's own backend, of ranks' payloads cut to the *room* that all ranks gave
+them: the static part, whose size follows from the shape, and space for a dynamic part as large as earlier
+calls of the same kind needed (Flow). The kernel ``rest`` (cuda/rest.py) then looks at the headers. What
+found no room stays on the device of the sender; the kernel asks this channel's thread for it, which gets
+it over gloo while the stream waits. That is rare, slow, counted, and always right. So the static part
+never waits for the sizes of the dynamic one, and nothing is sent twice.
+
+The paper sends two messages, the second of a size that the first tells; a host must look at it in
+between. Repeating the call natively after an overflow needs inputs that in-place calls no longer have.
+
+All ranks make the same room: it follows from rates (16ths of a dynamic byte per tile, the maximum over
+all ranks' payloads) of the calls up to LAG calls ago, never from what happens to have finished.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .communicator import Communicator, communicator, group_backend
+from .cuda import ENTRY_BYTES, launch
+from .errors import CorruptPayload, ZipcclError
+from .format import Layout, align
+
+logger = logging.getLogger(__name__)
+
+LAG = 8  # calls of a kind whose rates are not looked at yet: so far may the host run ahead of the device
+RING = 256  # exchanges that may be under way
+STAGE = 256 * 1024  # bytes of a rest that are exchanged at a time, per peer and direction
+DONE, REQUEST, REPLY, CORRUPT = range(4)  # the control words
+WORDS = ENTRY_BYTES // 8  # of a table's entry: see Entry
+GLOO_TAG = 1  # of rests; the compressed collectives on CPU tensors use 0
+
+
+@dataclass
+class Entry:
+    """What an exchange does with one peer: a row of its table, in this order."""
+
+    send: int = 0  # address of the payload, 0: none
+    send_static: int = 0  # bytes of its static part
+    send_bytes: int = 0  # exchanged
+    send_tiles: int = 0
+    receive: int = 0
+    receive_static: int = 0
+    receive_bytes: int = 0
+    receive_tiles: int = 0
+    spill: int = 0  # address of where the whole dynamic part has room
+    longest: int = 0  # bytes there
+
+    def set_send(self, payload: Tensor, lay: Layout, num_bytes: int) -> None:
+        self.send, self.send_static = payload.data_ptr(), lay.static_bytes
+        self.send_bytes, self.send_tiles = num_bytes, lay.num_tiles
+
+    def set_receive(self, payload: Tensor, lay: Layout, num_bytes: int, spill: int) -> None:
+        self.receive, self.receive_static = payload.data_ptr(), lay.static_bytes
+        self.receive_bytes, self.receive_tiles = num_bytes, lay.num_tiles
+        self.spill, self.longest = spill, lay.max_dynamic_bytes
+
+    def row(self) -> tuple[int, ...]:
+        return (
+            self.send, self.send_static, self.send_bytes, self.send_tiles, self.receive,
+            self.receive_static, self.receive_bytes, self.receive_tiles, self.spill, self.longest,
+        )  # fmt: skip
+
+
+@dataclass
+class Exchange:
+    """One exchange under way; ``rate`` is what it turned out to need, once that was looked at."""
+
+    number: int
+    name: str
+    rate: int | None = None
+
+
+@dataclass
+class Flow:
+    """The room for one kind of payload. Equal on all ranks: its calls are, and so are the rates."""
+
+    rate: int | None = None  # None until the first call, which asks all ranks
+    pending: deque[list[Exchange]] = field(default_factory=deque)
+    recent: deque[int] = field(default_factory=lambda: deque(maxlen=LAG))
+
+    def room(self, lay: Layout) -> int:
+        """Bytes of a payload of layout ``lay`` that are exchanged.
+
+        A sixteenth, a byte a tile and a kilobyte more than was needed: the sizes of Gaussian data differ
+        by less from call to call, and it is 0.1% of a large payload.
+        """
+        if self.rate is None or not lay.num_tiles:
+            return lay.static_bytes
+        dynamic = lay.num_tiles * (self.rate * 17 // 16 + 16) // 16 + 1024
+        return lay.static_bytes + min(align(dynamic), align(lay.max_dynamic_bytes))
+
+
+class _Shared:
+    """What the channel's thread needs, and nothing that keeps the channel alive."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.rank, self.size, self.backend, self.recorder = comm.rank, comm.size, comm.backend, comm.recorder
+        num_words = 4 + RING + 2 * comm.size + RING * comm.size * WORDS
+        self.pinned = torch.zeros(num_words, dtype=torch.int64).pin_memory()
+        self.staging = torch.zeros(comm.size, 2, STAGE, dtype=torch.uint8).pin_memory()
+        self.words: np.ndarray[Any, Any] = self.pinned.numpy()
+        cut = 4, 4 + RING, 4 + RING + 2 * comm.size
+        self.rates = self.words[cut[0] : cut[1]]
+        self.wants = self.words[cut[1] : cut[2]].reshape(comm.size, 2)
+        self.tables = self.words[cut[2] :].reshape(RING, comm.size, WORDS)
+        self.ring: list[Exchange | None] = [None] * RING
+        self.number = 0  # of exchanges issued
+        self.error: ZipcclError | None = None
+        self.busy = threading.Event()
+        self.closed = False
+
+    def serve(self) -> None:
+        """The thread: exchanges what kernels ask for; looks for requests while exchanges are under way."""
+        served = 0
+        while not self.closed:
+            request = int(self.words[REQUEST])
+            if request != served and self.error is None:
+                served = request
+                try:
+                    self._fetch(request)
+                    self.words[REPLY] = request
+                except Exception as error:
+                    self.error = ZipcclError(f"rest of a payload: {error}", rank=self.rank)
+                    logger.error("%s", self.error)
+                    self.words[REPLY] = -1
+            elif self.words[DONE] >= self.number:
+                self.busy.clear()
+                if self.words[DONE] >= self.number:
+                    self.busy.wait()
+            else:
+                time.sleep(0.001)
+
+    def _fetch(self, request: int) -> None:
+        """One round of the rests of an exchange: pairs know each other's sizes from the headers."""
+        number, turn = request >> 16, (request & 0xFFFF) - 1
+        exchange = self.ring[number % RING]
+        if turn == 0 and exchange is not None:
+            self.recorder.overflow(exchange.name)
+        works = []
+        peers = [p for p in range(self.size) if p != self.rank]
+        sizes = np.clip(self.wants - turn * STAGE, 0, STAGE)
+        for p in peers:
+            if sizes[p, 1]:
+                works.append(self.backend.recv([self.staging[p, 1, : sizes[p, 1]]], p, GLOO_TAG))
+        for p in peers:
+            if sizes[p, 0]:
+                works.append(self.backend.send([self.staging[p, 0, : sizes[p, 0]]], p, GLOO_TAG))
+        for work in works:
+            work.wait()
+
+
+class Channel:
+    """Issues the compressed exchanges of one group and device, from the thread that calls."""
+
+    def __init__(self, comm: Communicator, backend: Any, device: torch.device) -> None:
+        self.comm, self.backend, self.device, self.index = comm, backend, device, device.index
+        self.timeout: float = backend.options._timeout.total_seconds()
+        with torch.cuda.device(device):
+            self.encoding, self.decoding = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
+            self._free = [torch.cuda.Event(), torch.cuda.Event()]  # when a turn's buffers are no longer read
+        self._buffers: dict[str, Tensor] = {}
+        self._flows: dict[Any, Flow] = {}
+        self._turn = 0
+        self._shared = _Shared(comm)
+        self._thread = threading.Thread(target=self._shared.serve, name="zipccl-rests", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises what went wrong on the device in an earlier call."""
+        if self._shared.error is not None:
+            raise self._shared.error
+        if self._shared.words[CORRUPT]:
+            raise CorruptPayload("payload: damaged in an earlier call of this group", rank=self.comm.rank)
+
+    def flow(self, key: Any) -> Flow:
+        return self._flows.setdefault(key, Flow())
+
+    def next_turn(self) -> int:
+        """0 or 1, alternating: which buffers to use. The encoding stream waits until they are free."""
+        self._turn ^= 1
+        self.encoding.wait_event(self._free[self._turn])
+        return self._turn
+
+    def end_turn(self, turn: int) -> None:
+        self._free[turn].record(self.decoding)
+
+    def buffer(self, name: str, num_bytes: int) -> Tensor:
+        """uint8[num_bytes], kept from call to call; to be asked for on the encoding stream."""
+        held = self._buffers.get(name)
+        if held is None or held.numel() < num_bytes:
+            # The old one returns to the encoding stream's memory: what still reads it comes first.
+            self.encoding.wait_stream(self.decoding)
+            self._buffers.pop(name, None)
+            del held
+            held = self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return held[:num_bytes]
+
+    def start(self, name: str) -> Exchange:
+        """Takes a number for an exchange. Waits if RING are under way."""
+        shared = self._shared
+        old = shared.ring[(shared.number + 1) % RING]
+        if old is not None:
+            self.rate(old)
+        exchange = Exchange(shared.number + 1, name)
+        shared.ring[exchange.number % RING] = exchange
+        shared.number += 1
+        shared.busy.set()
+        return exchange
+
+    def rest(self, exchange: Exchange, stamped: bool) -> None:
+        """Starts the kernel behind an exchange, on the current stream."""
+        shared, slot = self._shared, exchange.number % RING
+        launch.rest(
+            self.index, self.table(exchange), self.comm.size, shared.words.ctypes.data,
+            shared.rates[slot:].ctypes.data, shared.wants.ctypes.data, shared.staging.data_ptr(), STAGE,
+            exchange.number, int(stamped),
+        )  # fmt: skip
+
+    def table(self, exchange: Exchange) -> int:
+        """Address of an exchange's table."""
+        return self._shared.tables[exchange.number % RING].ctypes.data
+
+    def write_table(self, exchange: Exchange, entries: list[Entry]) -> None:
+        self._shared.tables[exchange.number % RING] = [entry.row() for entry in entries]
+
+    def rate(self, exchange: Exchange) -> int:
+        """What an exchange needed; waits for the device where it is not that far."""
+        if exchange.rate is None:
+            shared, deadline = self._shared, time.monotonic() + self.timeout
+            while shared.words[DONE] < exchange.number:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise ZipcclError(
+                        f"{exchange.name}: not complete after {self.timeout} s", rank=self.comm.rank
+                    )
+                time.sleep(20e-6)
+            exchange.rate = int(shared.rates[exchange.number % RING])
+        return exchange.rate
+
+    def learn(self, flow: Flow) -> None:
+        """Sets a flow's rate for its next call, from the call LAG calls ago and those before it."""
+        if len(flow.pending) >= LAG:
+            flow.recent.append(max((self.rate(e) for e in flow.pending.popleft()), default=0))
+            flow.rate = max(flow.recent)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._shared.closed = True
+        self._shared.busy.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Channel]] = weakref.WeakKeyDictionary()
+
+
+def channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
+    """The channel of a group on a device; the first call for a group is collective."""
+    held = _channels.setdefault(group, {})
+    found = held.get(device.index)
+    if found is None:
+        comm = communicator(group)
+        found = held[device.index] = Channel(comm, group_backend(group, device), device)
+        weakref.finalize(group, found.close)
+    return found
