@@ -29,6 +29,8 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +101,11 @@ class Flow:
     rate: int | None = None  # None until the first call, which asks all ranks
     pending: deque[list[Exchange]] = field(default_factory=deque)
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=LAG))
+    plans: dict[Any, Any] = field(default_factory=dict)  # cuda_exchange.Plan by sizes
+
+    def set_rate(self, rate: int) -> None:
+        """Rounded up to a quarter byte, so that plans last."""
+        self.rate = align(rate, 4)
 
     def room(self, lay: Layout) -> int:
         """Bytes of a payload of layout ``lay`` that are exchanged.
@@ -171,6 +178,12 @@ class _Shared:
             work.wait()
 
 
+def _set_stream(stream: torch.cuda.Stream) -> None:
+    torch._C._cuda_setStream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+
+
 class Channel:
     """Issues the compressed exchanges of one group and device, from the thread that calls."""
 
@@ -183,7 +196,11 @@ class Channel:
         self._buffers: dict[str, Tensor] = {}
         self._flows: dict[Any, Flow] = {}
         self._turn = 0
+        self._ready: torch.cuda.Stream | None = None  # the caller's, until the encoding stream waits for it
+        self.generation = 0  # of the buffers
         self._shared = _Shared(comm)
+        self._words, self._staging = self._shared.pinned.data_ptr(), self._shared.staging.data_ptr()
+        self._tables = self._words + 8 * (4 + RING + 2 * comm.size)
         self._thread = threading.Thread(target=self._shared.serve, name="zipccl-rests", daemon=True)
         self._thread.start()
 
@@ -193,6 +210,26 @@ class Channel:
             raise self._shared.error
         if self._shared.words[CORRUPT]:
             raise CorruptPayload("payload: damaged in an earlier call of this group", rank=self.comm.rank)
+
+    @contextmanager
+    def issuing(self) -> Iterator[None]:
+        """Around a call: the encoding stream follows the current one when it is first used."""
+        self.check()
+        with torch.cuda.device(self.device):
+            caller = torch.cuda.current_stream()
+            self._ready = caller
+            try:
+                yield
+            finally:
+                self._ready = None
+                _set_stream(caller)
+
+    def use(self, stream: torch.cuda.Stream) -> None:
+        """Makes a stream the current one; torch.cuda.stream does so in ten microseconds."""
+        if self._ready is not None:
+            self.encoding.wait_stream(self._ready)
+            self._ready = None
+        _set_stream(stream)
 
     def flow(self, key: Any) -> Flow:
         return self._flows.setdefault(key, Flow())
@@ -206,44 +243,51 @@ class Channel:
     def end_turn(self, turn: int) -> None:
         self._free[turn].record(self.decoding)
 
-    def buffer(self, name: str, num_bytes: int) -> Tensor:
-        """uint8[num_bytes], kept from call to call; to be asked for on the encoding stream."""
+    def slots(self, name: str, sizes: list[int]) -> list[Tensor]:
+        """uint8 tensors of these sizes, each on 128 bytes, in a buffer kept from call to call.
+
+        To be asked for on the encoding stream. ``generation`` tells when a buffer has been replaced.
+        """
+        starts = [align(size) for size in sizes]
         held = self._buffers.get(name)
-        if held is None or held.numel() < num_bytes:
+        if held is None or held.numel() < sum(starts):
             # The old one returns to the encoding stream's memory: what still reads it comes first.
             self.encoding.wait_stream(self.decoding)
+            self.generation += 1
             self._buffers.pop(name, None)
+            for flow in self._flows.values():
+                flow.plans.clear()  # they hold the old one
             del held
-            held = self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return held[:num_bytes]
+            held = self._buffers[name] = torch.empty(sum(starts), dtype=torch.uint8, device=self.device)
+        parts = held[: sum(starts)].split(starts)
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
-    def start(self, name: str) -> Exchange:
-        """Takes a number for an exchange. Waits if RING are under way."""
+    def start(self, name: str, table: np.ndarray[Any, Any]) -> Exchange:
+        """Takes a number and a place for an exchange and its table. Waits if RING are under way."""
         shared = self._shared
-        old = shared.ring[(shared.number + 1) % RING]
+        exchange = Exchange(shared.number + 1, name)
+        slot = exchange.number % RING
+        old = shared.ring[slot]
         if old is not None:
             self.rate(old)
-        exchange = Exchange(shared.number + 1, name)
-        shared.ring[exchange.number % RING] = exchange
+        shared.ring[slot] = exchange
+        shared.tables[slot] = table
         shared.number += 1
-        shared.busy.set()
+        if not shared.busy.is_set():
+            shared.busy.set()
         return exchange
 
     def rest(self, exchange: Exchange, stamped: bool) -> None:
         """Starts the kernel behind an exchange, on the current stream."""
-        shared, slot = self._shared, exchange.number % RING
+        slot = exchange.number % RING
         launch.rest(
-            self.index, self.table(exchange), self.comm.size, shared.words.ctypes.data,
-            shared.rates[slot:].ctypes.data, shared.wants.ctypes.data, shared.staging.data_ptr(), STAGE,
-            exchange.number, int(stamped),
+            self.index, self.table(exchange), self.comm.size, self._words, self._words + 8 * (4 + slot),
+            self._words + 8 * (4 + RING), self._staging, STAGE, exchange.number, int(stamped),
         )  # fmt: skip
 
     def table(self, exchange: Exchange) -> int:
         """Address of an exchange's table."""
-        return self._shared.tables[exchange.number % RING].ctypes.data
-
-    def write_table(self, exchange: Exchange, entries: list[Entry]) -> None:
-        self._shared.tables[exchange.number % RING] = [entry.row() for entry in entries]
+        return self._tables + exchange.number % RING * self.comm.size * ENTRY_BYTES
 
     def rate(self, exchange: Exchange) -> int:
         """What an exchange needed; waits for the device where it is not that far."""
@@ -263,7 +307,7 @@ class Channel:
         """Sets a flow's rate for its next call, from the call LAG calls ago and those before it."""
         if len(flow.pending) >= LAG:
             flow.recent.append(max((self.rate(e) for e in flow.pending.popleft()), default=0))
-            flow.rate = max(flow.recent)
+            flow.set_rate(max(flow.recent))
 
     def close(self) -> None:
         """Ends the thread."""

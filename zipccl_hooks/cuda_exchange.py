@@ -8,8 +8,12 @@ that one piece is encoded and another decoded while a third is under way, and bu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,6 +28,9 @@ from .ops import format_dtype
 
 # Bytes of all ranks' tensors in one piece, and of one rank's.
 PIECES_BYTES, MIN_PIECE_BYTES = 64 * 1024 * 1024, 1024 * 1024
+
+MAX_PLANS = 256  # kept for a kind of call: an all_to_all may have other splits each time
+_NO_RANGE = nullcontext()
 
 Parts = list[Tensor | None]  # by peer; None: nothing goes to it
 Consume = Callable[[int, Parts, list[int]], None]  # start, payloads by peer, their spill areas
@@ -44,10 +51,10 @@ def piece(call: Call) -> int:
     return size // call.dtype.itemsize // (GROUP * TILE) * GROUP * TILE
 
 
-def _calibrate(call: Call, flow: Flow, payloads: Parts, layouts: list[Layout | None]) -> None:
+def _calibrate(call: Call, flow: Flow, plan: Plan) -> None:
     """The first call of a kind: compares what all ranks say of it, and asks them how much room they need."""
     rate = 0
-    for payload, lay in zip(payloads, layouts, strict=True):
+    for payload, lay in zip(plan.payloads, plan.out_layouts, strict=True):
         if payload is not None and lay is not None and lay.num_tiles:
             dynamic = int(payload[16:24].view(torch.int64).item())  # waits for the encoder
             rate = max(rate, -(-16 * dynamic // lay.num_tiles))
@@ -58,50 +65,104 @@ def _calibrate(call: Call, flow: Flow, payloads: Parts, layouts: list[Layout | N
 
     rates: list[list[int]] = []
     call.comm.submit(ask, []).wait()
-    flow.rate = max(row[0] for row in rates)
+    flow.set_rate(max(row[0] for row in rates))
 
 
-def _slots(channel: Channel, name: str, sizes: Sequence[int]) -> list[Tensor]:
-    """Parts of one of the channel's buffers, each on 128 bytes."""
-    slots = [align(size) for size in sizes]
-    parts = channel.buffer(name, sum(slots)).split(slots)
-    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+def _record(name: str) -> AbstractContextManager[object]:
+    """A range of the profiler; it costs ten microseconds, so only where one runs."""
+    return record_function(name) if torch.autograd._profiler_enabled() else _NO_RANGE
 
 
-def _encode(channel: Channel, turn: int, parts: Parts, layouts: list[Layout | None]) -> Parts:
-    """The payloads of ``parts``; one that goes to several peers is encoded once."""
-    distinct = {id(part): lay.max_bytes for part, lay in zip(parts, layouts, strict=True) if lay is not None}
-    slots = dict(zip(distinct, _slots(channel, f"send {turn}", list(distinct.values())), strict=True))
-    done = set()
-    for part, lay in zip(parts, layouts, strict=True):
-        if part is not None and lay is not None and id(part) not in done:
-            done.add(id(part))
-            with record_function("zipccl::encode"):
-                launch.encode(part, lay, slots[id(part)])
-    return [None if part is None else slots[id(part)] for part in parts]
+@dataclass
+class Plan:
+    """How payloads of certain sizes are exchanged, with a turn's buffers: the same for call after call."""
+
+    rate: int
+    out_layouts: list[Layout | None]  # by peer
+    in_layouts: list[Layout | None]
+    out_bytes: list[int]
+    in_bytes: list[int]
+    gather: bool
+    payloads: Parts
+    received: list[Tensor]
+    came: Parts  # those of ``received`` that hold a payload
+    spills: list[int]
+    table: np.ndarray[Any, Any]
+    generation: int  # of the channel's buffers
 
 
-def _communicate(
-    channel: Channel, pattern: str, root: int, payloads: Parts, out_bytes: list[int], received: list[Tensor]
-) -> dist.Work:
-    """Starts the group's own collective of ``out_bytes`` of the payloads; ``received`` is one buffer."""
-    backend, nothing = channel.backend, received[0][:0]
+def _plan(
+    call: Call, flow: Flow, pattern: str, out_numels: list[int], in_numels: list[int], turn: int
+) -> Plan:
+    """The plan for a step, made anew where the room or the buffers have changed."""
+    channel: Channel = call.channel
+    key = (pattern, *out_numels, *in_numels, turn)
+    plan = flow.plans.get(key)
+    if plan is not None and plan.rate == flow.rate and plan.generation == channel.generation:
+        return plan
+    size = call.comm.size
+    out_layouts = [_layout(call, numel) if numel else None for numel in out_numels]
+    in_layouts = [_layout(call, numel) if numel else None for numel in in_numels]
+    out_bytes = [flow.room(lay) if lay else 0 for lay in out_layouts]
+    in_bytes = [flow.room(lay) if lay else 0 for lay in in_layouts]
+    gather = pattern == "gather" or (pattern == "pairs" and size == 2 and _alike(out_bytes, in_bytes))
+    if gather:
+        out_bytes = in_bytes = [max(out_bytes + in_bytes)] * size
+    # Room never exceeds the largest payload, on 128 bytes.
+    capacity = [align(lay.max_bytes) if lay else 0 for lay in out_layouts]
+    most = max(capacity + [align(lay.max_bytes) for lay in in_layouts if lay])
+    if pattern != "pairs" or size == 2:  # one payload; in a gather as large as the others'
+        slots = channel.slots(f"send {turn}", [most]) * size
+    else:
+        slots = channel.slots(f"send {turn}", capacity)
+    received = channel.slots(f"receive {turn}", in_bytes)
+    spills = channel.slots("spill", [lay.max_dynamic_bytes if lay else 0 for lay in in_layouts])
+    payloads: Parts = [slot if lay else None for slot, lay in zip(slots, out_layouts, strict=True)]
+    entries = [Entry() for _ in range(size)]
+    for peer, entry in enumerate(entries):
+        payload, out_lay, in_lay = payloads[peer], out_layouts[peer], in_layouts[peer]
+        if payload is not None and out_lay is not None:
+            entry.set_send(payload, out_lay, out_bytes[peer])
+        if in_lay is not None:
+            entry.set_receive(received[peer], in_lay, in_bytes[peer], spills[peer].data_ptr())
+    plan = Plan(
+        flow.rate or 0, out_layouts, in_layouts, out_bytes, in_bytes, gather, payloads, received,
+        [slot if lay else None for lay, slot in zip(in_layouts, received, strict=True)],
+        [spill.data_ptr() for spill in spills], np.array([entry.row() for entry in entries]),
+        channel.generation,
+    )  # fmt: skip
+    if len(flow.plans) >= MAX_PLANS:
+        flow.plans.clear()
+    flow.plans[key] = plan
+    return plan
+
+
+def _encode(parts: Parts, plan: Plan, pattern: str) -> None:
+    """The payloads of ``parts``; where all peers get the same one, once."""
+    with _record("zipccl::encode"):
+        for part, lay, payload in zip(parts, plan.out_layouts, plan.payloads, strict=True):
+            if part is not None and lay is not None and payload is not None:
+                launch.encode(part, lay, payload)
+                if pattern != "pairs":
+                    return
+
+
+def _communicate(channel: Channel, pattern: str, root: int, plan: Plan) -> dist.Work:
+    """Starts the group's own collective of the payloads, as far as there is room."""
+    backend, received, nothing = channel.backend, plan.received, plan.received[0][:0]
+    mine = next((p for p in plan.payloads if p is not None), None)
     if pattern == "broadcast":
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        mine = next((p for p in payloads if p is not None), None)
-        tensor = received[root] if mine is None else mine[: max(out_bytes)]
-        return backend.broadcast([tensor], options)
-    if pattern == "gather":
-        whole = torch.as_strided(received[0], (len(received) * out_bytes[0],), (1,))
-        mine = next((p for p in payloads if p is not None), None)
+        return backend.broadcast([received[root] if mine is None else mine[: max(plan.out_bytes)]], options)
+    if plan.gather:
+        slot = plan.out_bytes[0]
+        whole = torch.as_strided(received[0], (len(received) * slot,), (1,))
         # A rank without a part takes part: with what stands in its place of the buffer.
-        return backend._allgather_base(
-            whole, received[channel.comm.rank] if mine is None else mine[: out_bytes[0]]
-        )
+        return backend._allgather_base(whole, received[channel.comm.rank] if mine is None else mine[:slot])
     sent = [
         nothing if payload is None else payload[:size]
-        for payload, size in zip(payloads, out_bytes, strict=True)
+        for payload, size in zip(plan.payloads, plan.out_bytes, strict=True)
     ]
     return backend.alltoall(received, sent)
 
@@ -125,53 +186,37 @@ def _exchange(
     size = call.comm.size
     flow = channel.flow((call.name, call.stage, call.dtype, call.mode, call.kind))
     channel.learn(flow)
-    encoding, decoding = channel.encoding, channel.decoding
-    # The first stage of a call reads what the caller's stream wrote, the next what the one before decoded.
-    encoding.wait_stream(decoding if call.stage else torch.cuda.current_stream(channel.device))
+    stamped = pattern == "pairs" and size > 2
+    if call.stage:  # it reads what the stage before decoded, not only what the caller wrote
+        channel.encoding.wait_stream(channel.decoding)
     call.stage += 1
     exchanges = []
     for step in range(num_steps):
-        with torch.cuda.stream(encoding):
-            turn = channel.next_turn()
-            parts = sends(step)
-            out_layouts = [None if part is None else _layout(call, part.numel()) for part in parts]
-            payloads = _encode(channel, turn, parts, out_layouts)
-            call.modes[call.mode.name.lower()] += len({id(part) for part in parts if part is not None})
-            if flow.rate is None:
-                _calibrate(call, flow, payloads, out_layouts)
-            in_layouts = [_layout(call, numel) if numel else None for numel in numels(step)]
-            spills = _slots(channel, "spill", [lay.max_dynamic_bytes if lay else 0 for lay in in_layouts])
-            out_bytes = [flow.room(lay) if lay else 0 for lay in out_layouts]
-            in_bytes = [flow.room(lay) if lay else 0 for lay in in_layouts]
-            gather = pattern == "gather" or (pattern == "pairs" and size == 2 and _alike(out_bytes, in_bytes))
-            if gather:
-                out_bytes = in_bytes = [max(out_bytes + in_bytes)] * size
-            received = _slots(channel, f"receive {turn}", in_bytes)
-            entries = [Entry() for _ in range(size)]
-            for peer, entry in enumerate(entries):
-                payload, out_lay, in_lay = payloads[peer], out_layouts[peer], in_layouts[peer]
-                if payload is not None and out_lay is not None:
-                    entry.set_send(payload, out_lay, out_bytes[peer])
-                    call.sent_bytes += out_bytes[peer]
-                    call.raw_bytes += out_lay.numel * call.dtype.itemsize
-                if in_lay is not None:
-                    entry.set_receive(received[peer], in_lay, in_bytes[peer], spills[peer].data_ptr())
-            started = channel.start(call.name)
-            exchanges.append(started)
-            channel.write_table(started, entries)
-            stamped = pattern == "pairs" and size > 2
-            if stamped:
-                launch.stamp(channel.index, channel.table(started), size)
-            with record_function("zipccl::exchange"):
-                how = "gather" if gather else pattern
-                work = _communicate(channel, how, root, payloads, out_bytes, received)
-        with torch.cuda.stream(decoding):
+        channel.use(channel.encoding)
+        turn = channel.next_turn()
+        parts = sends(step)
+        out_numels, in_numels = [0 if part is None else part.numel() for part in parts], numels(step)
+        plan = _plan(call, flow, pattern, out_numels, in_numels, turn)
+        _encode(parts, plan, pattern)
+        if flow.rate is None:
+            _calibrate(call, flow, plan)
+            plan = _plan(call, flow, pattern, out_numels, in_numels, turn)
+        started = channel.start(call.name, plan.table)
+        exchanges.append(started)
+        if stamped:
+            launch.stamp(channel.index, channel.table(started), size)
+        with _record("zipccl::exchange"):
+            work = _communicate(channel, pattern, root, plan)
+            channel.use(channel.decoding)
             work.wait()
-            channel.rest(started, stamped)
-            came = [slot if lay else None for lay, slot in zip(in_layouts, received, strict=True)]
-            with record_function("zipccl::decode"):
-                consume(step, came, [spill.data_ptr() for spill in spills])
-            channel.end_turn(turn)
+        channel.rest(started, stamped)
+        with _record("zipccl::decode"):
+            consume(step, plan.came, plan.spills)
+        channel.end_turn(turn)
+        call.raw_bytes += sum(out_numels) * call.dtype.itemsize
+        call.sent_bytes += sum(b for b, numel in zip(plan.out_bytes, out_numels, strict=True) if numel)
+        payloads = sum(map(bool, out_numels)) if pattern == "pairs" else any(out_numels)
+        call.modes[call.mode.name.lower()] += payloads
     flow.pending.append(exchanges)
 
 
@@ -331,17 +376,20 @@ def enqueue(
     outputs: Sequence[Tensor],
     async_op: bool,
 ) -> CudaWork:
-    """Enqueues a call: ``body``, then ``put_back`` behind its last decoding."""
+    """Enqueues a call: ``body``, then ``put_back`` behind its last decoding.
+
+    ``body`` begins on the caller's stream; what it puts there comes before the first encoding.
+    """
     channel: Channel = call.channel
-    channel.check()
-    with torch.no_grad():
+    with torch.no_grad(), channel.issuing():
         body()
-        with torch.cuda.stream(channel.decoding):
-            put_back()
+        channel.use(channel.decoding)
+        put_back()
+        work = CudaWork(channel, list(outputs))
     if async_op:
         # The caller may drop them before it waits. A call that is not async has the caller's stream wait.
         for tensor in tensors:
             tensor.record_stream(channel.encoding)
             tensor.record_stream(channel.decoding)
     call.finish()
-    return CudaWork(channel, list(outputs))
+    return work
