@@ -12,14 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class _Work:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._end = stream.record_event()
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._end)
-
-
 class StagedBackend:
     """Blocks the host in every call, as NCCL does not; streams see the same order."""
 
@@ -28,17 +20,17 @@ class StagedBackend:
         self.options = self._gloo.options
         self._rank, self._size = group.rank(), group.size()
 
-    def _allgather_base(self, output: Tensor, input: Tensor) -> _Work:
+    def _allgather_base(self, output: Tensor, input: Tensor, options: Any) -> None:
         staged = torch.zeros(output.numel(), dtype=torch.uint8)
         self._gloo._allgather_base(staged, input.cpu()).wait()
-        return self._received([output], [staged])
+        self._received([output], [staged])
 
-    def broadcast(self, tensors: list[Tensor], options: Any) -> _Work:
+    def broadcast(self, tensors: list[Tensor], options: Any) -> None:
         staged = tensors[0].cpu()
         self._gloo.broadcast([staged], options).wait()
-        return self._received(tensors, [staged])
+        self._received(tensors, [staged])
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor]) -> _Work:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> None:
         staged = [torch.zeros(t.numel(), dtype=torch.uint8) for t in outputs]
         sent = [t.cpu() for t in inputs]
         peers = [p for p in range(self._size) if p != self._rank]
@@ -46,10 +38,9 @@ class StagedBackend:
         works += [self._gloo.send([sent[p]], p, 7) for p in peers if sent[p].numel()]
         for work in works:
             work.wait()
-        return self._received(outputs, staged)
+        self._received(outputs, staged)
 
     @staticmethod
-    def _received(targets: list[Tensor], staged: list[Tensor]) -> _Work:
+    def _received(targets: list[Tensor], staged: list[Tensor]) -> None:
         for target, source in zip(targets, staged, strict=True):
             target.copy_(source)
-        return _Work(torch.cuda.current_stream())

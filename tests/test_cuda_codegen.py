@@ -42,7 +42,7 @@ def test_ptx(
     assert not re.search(r"(ld|st)\.local|\.local \.", text), "local memory"
     wide = "load" if kind == "encode" else "store"
     item = 1 if dtype.startswith("float8") else 2
-    pattern = {"load": r"ld\.global\.nc\S*\.v4\.u32", "store": rf"st\.global\.v{2 * item}\.u32"}[wide]
+    pattern = {"load": r"ld\.global\S*\.v4\.u32", "store": rf"st\.global\.v{2 * item}\.u32"}[wide]
     assert len(re.findall(pattern, text)) >= 4, f"a wide {wide} per group"
     assert ("redux.sync" in text) == (kind == "encode")
     # The second time it comes from disk.

@@ -177,7 +177,7 @@ def test_what_finds_no_room_follows(run: Run, where: str) -> None:
 def overflow_at_the_end(group: dist.ProcessGroup) -> None:
     """In the middle of a chain of async calls in a group of its own, and in the last call before it goes."""
     rank, numel = group.rank(), 200_000
-    own = dist.new_group(list(range(group.size())), use_local_synchronization=True)
+    own = dist.new_group(list(range(group.size())))
     policy = Policy(min_bytes=0, mode="fast")
     inputs = [
         [data(r + 10 * k, numel, torch.bfloat16, hostile=r == 0 and k in (3, 5)) for r in range(group.size())]
@@ -196,8 +196,12 @@ def overflow_at_the_end(group: dist.ProcessGroup) -> None:
         assert_bits(out.cpu(), torch.cat(x))
 
 
-def test_overflow_in_async_chains_and_before_destroy(run: Run) -> None:
-    run(overflow_at_the_end)
+@pytest.mark.parametrize(("transport", "size"), [("staged", 4), ("nccl", 2)])  # the whole pool makes groups
+def test_overflow_in_async_chains_and_before_destroy(
+    transport: str, size: int, request: pytest.FixtureRequest
+) -> None:
+    pool: Ranks = request.getfixturevalue(f"{transport}_ranks")
+    pool.run(size, prepared, "overflow_at_the_end", ())
 
 
 # Sums

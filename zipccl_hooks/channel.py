@@ -4,9 +4,9 @@ A compressed exchange on GPUs is enqueued whole by the thread that calls, like a
 no host waits for it::
 
     caller's stream  x ready .                                                . result ready
-    encoding         wait    '- encode 0 | encode 1 |                         |
-    the group's own             | exchange 0 | exchange 1 |                   |
-    decoding                                 | rest, decode 0 | rest, decode 1'
+    encoding                 '- encode 0 | encode 1 |                         |
+    exchanging                           | exchange 0 | exchange 1 |          |
+    decoding                                          | rest, decode 0 | rest, decode 1'
 
 The exchange is one of the group's own backend, of ranks' payloads cut to the *room* that all ranks gave
 them: the static part, whose size follows from the shape, and space for a dynamic part as large as earlier
@@ -140,7 +140,7 @@ class _Shared:
 
     def serve(self) -> None:
         """The thread: exchanges what kernels ask for; looks for requests while exchanges are under way."""
-        served = 0
+        served = seen = idle = 0
         while not self.closed:
             request = int(self.words[REQUEST])
             if request != served and self.error is None:
@@ -152,11 +152,17 @@ class _Shared:
                     self.error = ZipcclError(f"rest of a payload: {error}", rank=self.rank)
                     logger.error("%s", self.error)
                     self.words[REPLY] = -1
-            elif self.words[DONE] >= self.number:
-                self.busy.clear()
-                if self.words[DONE] >= self.number:
-                    self.busy.wait()
+            elif self.words[DONE] >= self.number and self.number == seen:
+                # Idle for a second: sleep until there is a call. Not at once, since waking would have the
+                # thread and its caller pass the GIL to and fro in every call, 0.1 ms each time.
+                if (idle := idle + 1) > 1000:
+                    self.busy.clear()
+                    if self.number == seen:
+                        self.busy.wait()
+                    idle = 0
+                time.sleep(0.001)
             else:
+                seen, idle = self.number, 0
                 time.sleep(0.001)
 
     def _fetch(self, request: int) -> None:
@@ -191,8 +197,10 @@ class Channel:
         self.comm, self.backend, self.device, self.index = comm, backend, device, device.index
         self.timeout: float = backend.options._timeout.total_seconds()
         with torch.cuda.device(device):
-            self.encoding, self.decoding = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
+            self.encoding, self.exchanging, self.decoding = (torch.cuda.Stream(priority=-1) for _ in range(3))
             self._free = [torch.cuda.Event(), torch.cuda.Event()]  # when a turn's buffers are no longer read
+            self._steps = [torch.cuda.Event() for _ in range(4)]
+            self._called = torch.cuda.Event()
         self._buffers: dict[str, Tensor] = {}
         self._flows: dict[Any, Flow] = {}
         self._turn = 0
@@ -215,20 +223,33 @@ class Channel:
     def issuing(self) -> Iterator[None]:
         """Around a call: the encoding stream follows the current one when it is first used."""
         self.check()
-        with torch.cuda.device(self.device):
-            caller = torch.cuda.current_stream()
-            self._ready = caller
-            try:
-                yield
-            finally:
-                self._ready = None
-                _set_stream(caller)
+        here = torch._C._cuda_getDevice()
+        if here != self.index:
+            torch._C._cuda_setDevice(self.index)
+        stream_id, device_index, device_type = torch._C._cuda_getCurrentStream(self.index)
+        caller = torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+        self._ready = caller
+        try:
+            yield
+        finally:
+            self._ready = None
+            _set_stream(caller)
+            if here != self.index:
+                torch._C._cuda_setDevice(here)
 
     def use(self, stream: torch.cuda.Stream) -> None:
         """Makes a stream the current one; torch.cuda.stream does so in ten microseconds."""
         if self._ready is not None:
-            self.encoding.wait_stream(self._ready)
+            self._called.record(self._ready)
+            self.encoding.wait_event(self._called)
             self._ready = None
+        _set_stream(stream)
+
+    def follow(self, stream: torch.cuda.Stream, other: torch.cuda.Stream, turn: int) -> None:
+        """Goes on with ``stream`` where ``other`` stops."""
+        event = self._steps[2 * turn + (stream is self.decoding)]
+        event.record(other)
+        stream.wait_event(event)
         _set_stream(stream)
 
     def flow(self, key: Any) -> Flow:

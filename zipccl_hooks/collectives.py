@@ -32,7 +32,7 @@ from .arguments import check_like, check_list, check_tensor, split_numels
 from .channel import channel
 from .codec import resolve_mode
 from .communicator import Work, communicator
-from .config import Policy
+from .config import Policy, default_policy
 from .counters import recorder
 from .cuda_exchange import enqueue
 from .eligible import decline_reason, resolve_group, scale_of
@@ -59,7 +59,7 @@ def _run(
     if resolved is None:
         return native()
     reference = (*inputs, *outputs)[0]
-    policy = policy or Policy()
+    policy = policy or default_policy()
     reason = decline_reason(reference, num_bytes, resolved, policy, op)
     if reason is not None:
         recorder(resolved).native(name, reason, sum(t.nbytes for t in inputs))
@@ -280,7 +280,7 @@ def average_(
     resolved = resolve_group(group)
     if resolved is None:
         raise ValueError("group: expected a group that this rank is in")
-    policy, average = policy or Policy(), dist.ReduceOp.AVG
+    policy, average = policy or default_policy(), dist.ReduceOp.AVG
     work: Any
     if decline_reason(tensor, tensor.nbytes, resolved, policy, average) is None:
         work = all_reduce(tensor, average, resolved, True, policy=policy)

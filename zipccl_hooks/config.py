@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,12 @@ class Policy:
             raise ValueError(f"reduce: expected one of {REDUCES}, got {self.reduce!r}")
         if not isinstance(self.min_bytes, int) or self.min_bytes < 0:
             raise ValueError(f"min_bytes: expected an integer of at least 0, got {self.min_bytes!r}")
+
+
+@cache
+def default_policy() -> Policy:
+    """``Policy()``, made once: reading the environment in every call would cost as much as a small call."""
+    return Policy()
 
 
 def cache_directory() -> Path:

@@ -147,24 +147,32 @@ def _encode(parts: Parts, plan: Plan, pattern: str) -> None:
                     return
 
 
-def _communicate(channel: Channel, pattern: str, root: int, plan: Plan) -> dist.Work:
-    """Starts the group's own collective of the payloads, as far as there is room."""
+def _communicate(channel: Channel, pattern: str, root: int, plan: Plan) -> None:
+    """Starts the group's own collective of the payloads, as far as there is room, on the current stream."""
     backend, received, nothing = channel.backend, plan.received, plan.received[0][:0]
     mine = next((p for p in plan.payloads if p is not None), None)
+    options: Any
     if pattern == "broadcast":
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        return backend.broadcast([received[root] if mine is None else mine[: max(plan.out_bytes)]], options)
+        options = dist.distributed_c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = root, 0, False
+        backend.broadcast([received[root] if mine is None else mine[: max(plan.out_bytes)]], options)
+        return
     if plan.gather:
+        options = dist.distributed_c10d.AllgatherOptions()
+        options.asyncOp = False
         slot = plan.out_bytes[0]
         whole = torch.as_strided(received[0], (len(received) * slot,), (1,))
         # A rank without a part takes part: with what stands in its place of the buffer.
-        return backend._allgather_base(whole, received[channel.comm.rank] if mine is None else mine[:slot])
+        mine = received[channel.comm.rank] if mine is None else mine[:slot]
+        backend._allgather_base(whole, mine, options)
+        return
+    options = dist.distributed_c10d.AllToAllOptions()
+    options.asyncOp = False
     sent = [
         nothing if payload is None else payload[:size]
         for payload, size in zip(plan.payloads, plan.out_bytes, strict=True)
     ]
-    return backend.alltoall(received, sent)
+    backend.alltoall(received, sent, options)
 
 
 def _exchange(
@@ -206,9 +214,11 @@ def _exchange(
         if stamped:
             launch.stamp(channel.index, channel.table(started), size)
         with _record("zipccl::exchange"):
-            work = _communicate(channel, pattern, root, plan)
-            channel.use(channel.decoding)
-            work.wait()
+            # Not async: the collective then runs on this stream, not on one of the backend's own, whose
+            # Work costs 0.2 ms of host time (torch 2.11, 1 MiB).
+            channel.follow(channel.exchanging, channel.encoding, turn)
+            _communicate(channel, pattern, root, plan)
+            channel.follow(channel.decoding, channel.exchanging, turn)
         channel.rest(started, stamped)
         with _record("zipccl::decode"):
             consume(step, plan.came, plan.spills)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -38,6 +39,24 @@ def scale_of(op: Any, size: int) -> float | None:
     return None
 
 
+_backend_reasons: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _backend_reason(group: dist.ProcessGroup, device: str) -> str | None:
+    """Why a group compresses nothing on a kind of device; found out once."""
+    known = _backend_reasons.setdefault(group, {})
+    if device not in known:
+        # Not get_backend, which knows one name only: a group may have gloo for CPUs and NCCL for GPUs.
+        backends = dist.distributed_c10d._world.pg_backend_config[group]
+        if f"{device}:{BACKENDS[device]}" not in backends:
+            known[device] = f"backend {backends}"
+        else:
+            known[device] = launch.missing() if device == "cuda" else None
+    return known[device]
+
+
 def decline_reason(
     tensor: Tensor, num_bytes: int | None, group: dist.ProcessGroup, policy: Policy, op: Any = None
 ) -> str | None:
@@ -55,15 +74,10 @@ def decline_reason(
     device = tensor.device.type
     if device not in BACKENDS:
         return f"device {device}"
-    # Not get_backend, which knows one name only: a group may have gloo for CPUs and NCCL for GPUs.
-    backends = dist.distributed_c10d._world.pg_backend_config[group]
-    if f"{device}:{BACKENDS[device]}" not in backends:
-        return f"backend {backends}"
-    if device == "cuda":
-        if (why := launch.missing()) is not None:
-            return why
-        if torch.cuda.is_current_stream_capturing():
-            return "CUDA graph capture"  # its replays could not change the room they exchange
+    if (why := _backend_reason(group, device)) is not None:
+        return why
+    if device == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "CUDA graph capture"  # its replays could not change the room they exchange
     if group in dist.distributed_c10d._world.pg_coalesce_state:
         return "coalescing"
     if tensor.dtype not in _MOVABLE_DTYPES:

@@ -120,15 +120,14 @@ ballot = ptx(
 )
 
 # Global memory, by address. Tensors are read once, so they need no room in L1; "stream" likewise in L2.
-load_4 = ptx("ld.global.nc.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", (u64,), u32, u32, u32, u32)
 load_2 = ptx("ld.global.nc.L1::no_allocate.v2.u32 {$0,$1}, [$2];", (u64,), u32, u32)
 load_4_cached = ptx("ld.global.nc.v4.u32 {$0,$1,$2,$3}, [$4];", (u64,), u32, u32, u32, u32)
 load_1 = ptx("ld.global.nc.u32 $0, [$1];", (u64,), u32)
 load_byte = ptx("ld.global.nc.u8 $0, [$1];", (u64,), u32)
-# Not ".nc": of tensors that the same kernel writes.
-load_4_written = ptx("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u64,), u32, u32, u32, u32, memory=True)
-load_1_written = ptx("ld.global.u32 $0, [$1];", (u64,), u32, memory=True)
-load_half_written = ptx("ld.global.u16 $0, [$1];", (u64,), u32, memory=True)
+# Issued where they stand, and not through the read-only cache: also of tensors that the kernel writes.
+load_4_ordered = ptx("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u64,), u32, u32, u32, u32, memory=True)
+load_1_ordered = ptx("ld.global.u32 $0, [$1];", (u64,), u32, memory=True)
+load_half_ordered = ptx("ld.global.u16 $0, [$1];", (u64,), u32, memory=True)
 store_4 = ptx("st.global.v4.u32 [$0], {$1,$2,$3,$4};", (u64, u32, u32, u32, u32), memory=True)
 store_2 = ptx("st.global.v2.u32 [$0], {$1,$2};", (u64, u32, u32), memory=True)
 store_1 = ptx("st.global.u32 [$0], $1;", (u64, u32), memory=True)

@@ -13,9 +13,9 @@ from ._jit import (
     cuda,
     device,
     load_1,
-    load_1_written,
-    load_4_written,
-    load_half_written,
+    load_1_ordered,
+    load_4_ordered,
+    load_half_ordered,
     multiply_f32,
     pack_bf16,
     pack_f16,
@@ -131,11 +131,11 @@ def make(dtype: DType, mode: Mode) -> Any:
         for g in range(4):
             if LOW or wide:
                 for h in range(2):
-                    w0, w1, w2, w3 = load_4_written(at + u64(1024 * g + 16 * h))
+                    w0, w1, w2, w3 = load_4_ordered(at + u64(1024 * g + 16 * h))
                     add_two(sums, 8 * g + 4 * h, w0, w1, flags, scale)
                     add_two(sums, 8 * g + 4 * h + 2, w2, w3, flags, scale)
             else:
-                a, b, c, d = load_4_written(at + u64(512 * g))
+                a, b, c, d = load_4_ordered(at + u64(512 * g))
                 add_octet(sums, g, a, b, c, d, sums, flags, scale)
 
     @cuda.jit(device=True, inline="always")
@@ -184,8 +184,8 @@ def make(dtype: DType, mode: Mode) -> Any:
     def load_element(at, k, wide):
         """Element k, as fp32, of the tensor at an address."""
         if LOW or wide:
-            return load_1_written(at + k * u64(4))
-        low, _ = widen(load_half_written(at + k * u64(2)))
+            return load_1_ordered(at + k * u64(4))
+        low, _ = widen(load_half_ordered(at + k * u64(2)))
         return low
 
     def kernel(

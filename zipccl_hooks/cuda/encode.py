@@ -41,7 +41,7 @@ from ._jit import (
     dp4a,
     increment,
     load_2,
-    load_4,
+    load_4_ordered,
     load_state,
     lowest,
     popc,
@@ -163,6 +163,13 @@ def make(dtype: DType, mode: Mode) -> Any:
     def load_tile(at, lane, residual_0, residual_1, exponents, lows):
         """Loads a lane's elements, stores their residual planes, leaves exponents and low halves."""
         rest = cuda.local.array(8, u32)
+        loaded = cuda.local.array(16, u32)
+        if ITEM == 2:
+            # All loads first: left to itself the compiler waits for two of them before it issues the other
+            # two (H200, bf16 fast, 1 GiB: 1922 GB/s, so 1979).
+            for g in range(4):
+                a, b, c, d = load_4_ordered(at + u64(512 * g) + u64(lane) * u64(16))
+                loaded[4 * g], loaded[4 * g + 1], loaded[4 * g + 2], loaded[4 * g + 3] = a, b, c, d
         for g in range(4):
             if ITEM == 1:
                 a, b = load_2(at + u64(256 * g) + u64(lane) * u64(8))
@@ -177,7 +184,7 @@ def make(dtype: DType, mode: Mode) -> Any:
                 if LOW:
                     a, b, c, d = load_lows(at + u64(1024 * g) + u64(lane) * u64(32), g, lows)
                 else:
-                    a, b, c, d = load_4(at + u64(512 * g) + u64(lane) * u64(16))
+                    a, b, c, d = loaded[4 * g], loaded[4 * g + 1], loaded[4 * g + 2], loaded[4 * g + 3]
                 a = select_bits(u32(0xFFFEFFFE), u32(a << u32(1)), u32(a >> u32(15)))
                 b = select_bits(u32(0xFFFEFFFE), u32(b << u32(1)), u32(b >> u32(15)))
                 c = select_bits(u32(0xFFFEFFFE), u32(c << u32(1)), u32(c >> u32(15)))

@@ -10,7 +10,7 @@ from ._jit import (
     cuda,
     fence_system,
     load_1,
-    load_1_written,
+    load_1_ordered,
     load_system,
     load_system_1,
     nanosleep,
@@ -200,7 +200,7 @@ def make(dtype: DType, mode: Mode) -> Any:
                     turn += u64(1)
         if thread == u64(0):
             store_system(rate_word, u64(shared_load(rate_at)))
-            store_system(control + u64(24), u64(load_1_written(corrupt)))
+            store_system(control + u64(24), u64(load_1_ordered(corrupt)))
             fence_system()
             store_system(control, number)
 
