@@ -1,10 +1,13 @@
-"""Collectives of gloo, plain against compressed: a table in the style of nccl-tests.
+"""Collectives, plain against compressed: a table in the style of nccl-tests.
 
-    torchrun --nproc-per-node 2 benchmarks/bench_collectives.py
+    python benchmarks/bench_collectives.py                          # two GPUs, over each transport
+    torchrun --nproc-per-node 2 benchmarks/bench_collectives.py     # NCCL if there are GPUs, else gloo
     python examples/slow_link.py --rate 1gbit -- benchmarks/bench_collectives.py
 
 Bits are compared before a time is printed. Bandwidths are of the uncompressed bytes, so rows compare.
-Plain and compressed calls alternate in one run; times are medians over all repetitions of the slowest rank.
+Plain and compressed calls alternate in one run; times are medians over all repetitions of the slowest
+rank. On GPUs a repetition is a batch of calls one behind the other, timed by events. all_reduce and its
+plain twin include the copy that restores the tensor.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,8 +40,11 @@ class Case:
     bus_factor: float  # bus bandwidth over size / time, as nccl-tests defines it
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def gaussian(numel: int, dtype: torch.dtype) -> Tensor:
-    return (torch.randn(numel) * 0.02).to(dtype)
+    return (torch.randn(numel, device=DEVICE) * 0.02).to(dtype)
 
 
 def autocast_gradients(numel: int, dtype: torch.dtype) -> Tensor:
@@ -112,14 +120,37 @@ ROWS: Sequence[Row] = (
 )
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Time of one call, of the slowest rank."""
+# What NCCL is told, and what it stands in for. Multicast stays off: hosts may be shared.
+TRANSPORTS = {
+    "nvlink": {},
+    "host": {"NCCL_P2P_DISABLE": "1"},  # through host memory: a NIC of 200 Gbit/s per GPU
+    "socket": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"},  # 25 Gbit/s
+}
+BATCH_SECONDS = 0.02
+
+
+def slowest(value: float) -> float:
+    """The largest of the ranks' values."""
+    number = torch.tensor(value, dtype=torch.float64, device=DEVICE)
+    dist.all_reduce(number, op=dist.ReduceOp.MAX)
+    return number.item()
+
+
+def seconds(call: Callable[[], object], calls: int) -> float:
+    """Time of one call in a batch of ``calls``, of the slowest rank."""
     dist.barrier()
-    start = time.perf_counter()
-    call()
-    elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-    return elapsed.item()
+    if DEVICE == "cpu":
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return slowest((time.perf_counter() - start) / calls)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return slowest(begin.elapsed_time(end) / 1e3 / calls)
 
 
 def wrong_elements(case: Case) -> int:
@@ -134,24 +165,55 @@ def measure(case: Case, repetitions: int) -> tuple[float, float, int]:
     case.plain()
     case.zipped()
     wrong = wrong_elements(case)
-    pairs = [(seconds(case.plain), seconds(case.zipped)) for _ in range(repetitions)]
+    calls = 1
+    if DEVICE == "cuda":
+        for _ in range(10):  # the room for what does not compress statically is learnt by now
+            case.zipped()
+        calls = max(1, min(50, int(BATCH_SECONDS / seconds(case.plain, 3))))
+    pairs = [(seconds(case.plain, calls), seconds(case.zipped, calls)) for _ in range(repetitions)]
     plain, zipped = (statistics.median(column) for column in zip(*pairs, strict=True))
     return plain, zipped, wrong
 
 
-def main() -> None:
+def on_every_transport(names: Sequence[str], arguments: Sequence[str]) -> int:
+    """Starts this program under torchrun once for each transport."""
+    for name in names:
+        print(f"# transport {name}: {TRANSPORTS[name] or 'as NCCL chooses'}", flush=True)
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            __file__,
+            *arguments,
+        ]
+        env = {**os.environ, "NCCL_NVLS_ENABLE": "0", **TRANSPORTS[name]}
+        if (code := subprocess.run(command, env=env).returncode) != 0:
+            return code
+    return 0
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", default="2,8,64", help="MiB of the whole tensor (default: %(default)s)")
+    sizes = "2,8,64" if DEVICE == "cpu" else "1,4,16,64,256,1024"
+    parser.add_argument("--sizes", default=sizes, help="MiB of the whole tensor (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--mode", default="auto")
     parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--transports", default=",".join(TRANSPORTS), help="of NCCL (default: %(default)s)")
     args = parser.parse_args()
-    dist.init_process_group("gloo")
+    if "RANK" not in os.environ:
+        return on_every_transport(args.transports.split(","), sys.argv[1:])
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(dist.get_rank())
     lead = dist.get_rank() == 0
     if lead:
-        print(f"# gloo, {dist.get_world_size()} ranks, torch {torch.__version__}, mode {args.mode}")
+        print(f"# {backend}, {dist.get_world_size()} ranks, torch {torch.__version__}, mode {args.mode}")
         print(f"# {'call':<15}{'dtype':<14}{'MiB':>6}{'plain ms':>10}{'busbw':>8}{'zipped ms':>11}"
               f"{'busbw':>8}{'ratio':>7}{'speedup':>9}{'#wrong':>8}")  # fmt: skip
     for mib in (float(size) for size in args.sizes.split(",")):
@@ -169,7 +231,8 @@ def main() -> None:
                       f"{zipped * 1e3:>11.2f}{bus / zipped:>8.3f}{counted.ratio:>7.3f}{plain / zipped:>9.3f}"
                       f"{wrong:>8}", flush=True)  # fmt: skip
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -207,7 +207,7 @@ def reduce(group: dist.ProcessGroup, dtype: torch.dtype, numel: int) -> None:
     ops = [
         (dist.ReduceOp.SUM, 1.0),
         (dist.ReduceOp.AVG, 1.0 / size),
-        (dist._make_nccl_premul_sum(0.3), 0.3),
+        (dist._make_nccl_premul_sum(0.3), torch.tensor(0.3, dtype=dtype).item()),
     ]
     with small_pieces():
         for op, scale in ops:

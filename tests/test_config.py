@@ -12,7 +12,7 @@ from zipccl_hooks.counters import CallStats, Stats
 
 
 def test_defaults() -> None:
-    assert Policy() == Policy(enabled=True, mode="auto", min_bytes=2097152, reduce="fp32")
+    assert Policy() == Policy(enabled=True, mode="auto", min_bytes=2097152, reduce="fp32", adaptive=True)
     with pytest.raises(FrozenInstanceError):
         Policy().mode = "fast"  # type: ignore[misc]
     assert hash(Policy()) == hash(Policy())
@@ -23,9 +23,11 @@ def test_the_environment_sets_defaults_and_code_wins(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ZIPCCL_MIN_BYTES", "7")
     monkeypatch.setenv("ZIPCCL_ENABLED", "off")
     monkeypatch.setenv("ZIPCCL_REDUCE", "native")
-    assert Policy() == Policy(enabled=False, mode="fast", min_bytes=7, reduce="native")
+    monkeypatch.setenv("ZIPCCL_ADAPTIVE", "0")
+    assert Policy() == Policy(enabled=False, mode="fast", min_bytes=7, reduce="native", adaptive=False)
     assert Policy(mode="dense", enabled=True).mode == "dense"
-    assert set(config.variables()) == {"ZIPCCL_MODE", "ZIPCCL_MIN_BYTES", "ZIPCCL_ENABLED", "ZIPCCL_REDUCE"}
+    names = ("ADAPTIVE", "ENABLED", "MIN_BYTES", "MODE", "REDUCE")
+    assert set(config.variables()) == {f"ZIPCCL_{name}" for name in names}
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,19 @@ from zipccl_hooks import (
     collectives,
     cuda_exchange,
     eligible,
+    explain,
+    link,
     reset_stats,
     stats,
+    switch,
     zipccl_hook,
 )
 from zipccl_hooks.channel import LAG
+from zipccl_hooks.choose import KINDS, Cost, Link
 from zipccl_hooks.errors import PeerMismatch
 
 pytestmark = pytest.mark.gpu
-ALL = Policy(min_bytes=0)
+ALL = Policy(min_bytes=0, adaptive=False)
 SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 Run = Callable[..., list[Any]]
 
@@ -134,7 +138,7 @@ def test_moves_parts_of_any_size(run: Run) -> None:
 def overflow(group: dist.ProcessGroup, where: str) -> list[int]:
     """Calls whose data are harder than those before, on rank 0 only; the overflows after each."""
     rank, size, numel = group.rank(), group.size(), 5 * 16384 + 99
-    policy, counts = Policy(min_bytes=0, mode="fast"), []
+    policy, counts = Policy(min_bytes=0, mode="fast", adaptive=False), []
     for turn in range(2 * LAG + 4):
         hard = turn >= 2 and rank == 0
         x = data(rank + 10 * turn, size * numel, torch.bfloat16, hostile=hard)
@@ -178,7 +182,7 @@ def overflow_at_the_end(group: dist.ProcessGroup) -> None:
     """In the middle of a chain of async calls in a group of its own, and in the last call before it goes."""
     rank, numel = group.rank(), 200_000
     own = dist.new_group(list(range(group.size())))
-    policy = Policy(min_bytes=0, mode="fast")
+    policy = Policy(min_bytes=0, mode="fast", adaptive=False)
     inputs = [
         [data(r + 10 * k, numel, torch.bfloat16, hostile=r == 0 and k in (3, 5)) for r in range(group.size())]
         for k in range(6)
@@ -214,7 +218,7 @@ def reduce(group: dist.ProcessGroup, dtype: torch.dtype, numel: int) -> None:
         terms = [t.bfloat16().float() for t in terms]
     ops: list[tuple[Any, float]] = [(dist.ReduceOp.SUM, 1.0), (dist.ReduceOp.AVG, 1 / size)]
     if dist.get_backend(group) == "nccl":
-        ops.append((dist._make_nccl_premul_sum(0.3), 0.3))
+        ops.append((dist._make_nccl_premul_sum(0.3), torch.tensor(0.3, dtype=dtype).item()))
     for op, scale in ops:
         expected = rank_order_sum(terms, scale)
         y = gpu(terms[rank])
@@ -355,3 +359,41 @@ def ddp(group: dist.ProcessGroup) -> None:
 
 def test_ddp(nccl_ranks: Ranks) -> None:
     nccl_ranks.run(2, prepared, "ddp", ())
+
+
+# The switch
+
+
+def switched(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:
+    """(what explain says it does, compressed calls, native calls) with a slow link, a fast one, hard data."""
+    if dist.get_backend(group) == "gloo":  # which has not all of these calls for CUDA tensors
+        link.measure_group = lambda group, device: Link(group.size(), 1, {})
+        link.native_agree = lambda group, device: list
+    found = channel.channel(group, torch.device("cuda", torch.cuda.current_device()))
+    chooser = switch.switch(group, found)
+    seen, numel = [], 400_000
+    policy = Policy(min_bytes=0)
+    for bandwidth, hostile in ((1e6, False), (1e15, False), (1e6, True)):
+        costs = {kind: Cost(1e-5, bandwidth) for kind in KINDS}
+        chooser.link, chooser._kinds = Link(group.size(), 1, costs), {}
+        reset_stats(group)
+        for turn in range(LAG + 4):
+            x = gpu(data(group.rank() + turn, numel, torch.bfloat16, hostile))
+            out = torch.empty(group.size() * numel, dtype=torch.bfloat16, device="cuda")
+            collectives.all_gather_into_tensor(out, x, group, policy=policy)
+            everyone = [data(r + turn, numel, torch.bfloat16, hostile) for r in range(group.size())]
+            assert_bits(out.cpu(), torch.cat(everyone))
+        counted = stats(group).calls["all_gather_into_tensor"]
+        text = explain("all_gather_into_tensor", numel, torch.bfloat16, group)
+        assert set(counted.native_calls) <= {"faster so"}
+        verdict = text.splitlines()[-2].split(":")[0]
+        seen.append((verdict, counted.compressed_calls, counted.native_calls.total()))
+    return seen
+
+
+def test_the_switch(run: Run) -> None:
+    """Dense on a slow link; plain on a fast one; data that do not shrink are tried, then go plainly."""
+    for slow, fast, hard in run(switched):
+        assert slow == ("dense", LAG + 4, 0)
+        assert fast == ("native", 0, LAG + 4)
+        assert hard[0] == "native" and 0 < hard[1] < LAG + 4

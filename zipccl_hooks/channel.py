@@ -42,7 +42,7 @@ from torch import Tensor
 from .communicator import Communicator, communicator, group_backend
 from .cuda import ENTRY_BYTES, launch
 from .errors import CorruptPayload, ZipcclError
-from .format import Layout, align
+from .format import DType, Layout, Mode, align, cached_layout
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Flow:
     rate: int | None = None  # None until the first call, which asks all ranks
     pending: deque[list[Exchange]] = field(default_factory=deque)
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=LAG))
-    plans: dict[Any, Any] = field(default_factory=dict)  # cuda_exchange.Plan by sizes
+    plans: dict[Any, Any] = field(default_factory=dict)  # plan.Plan by sizes
 
     def set_rate(self, rate: int) -> None:
         """Rounded up to a quarter byte, so that plans last."""
@@ -117,6 +117,11 @@ class Flow:
             return lay.static_bytes
         dynamic = lay.num_tiles * (self.rate * 17 // 16 + 16) // 16 + 1024
         return lay.static_bytes + min(align(dynamic), align(lay.max_dynamic_bytes))
+
+    def ratio(self, dtype: DType, mode: Mode) -> float:
+        """Bytes of a tensor over those exchanged for it, for a large one."""
+        lay = cached_layout(1 << 20, dtype, mode)
+        return lay.numel * dtype.itemsize / self.room(lay)
 
 
 class _Shared:

@@ -27,77 +27,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import cuda_exchange, exchange
 from .arguments import check_like, check_list, check_tensor, split_numels
-from .channel import channel
-from .codec import resolve_mode
-from .communicator import Work, communicator
+from .communicator import Work
 from .config import Policy, default_policy
-from .counters import recorder
-from .cuda_exchange import enqueue
+from .dispatch import engine, run
 from .eligible import decline_reason, resolve_group, scale_of
 from .exchange import Call
 from .format import TILE, align
 
 Group = dist.ProcessGroup
-
-
-def _run(
-    name: str,
-    native: Callable[[], Any],
-    body: Callable[[Call, list[Tensor]], None],
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    num_bytes: int | None,
-    group: Group | None,
-    async_op: bool,
-    policy: Policy | None,
-    op: Any = None,
-) -> Work | dist.Work | None:
-    """Sends one call down its path; ``body(call, flat)`` fills ``flat``, the outputs, flat and contiguous."""
-    resolved = resolve_group(group)
-    if resolved is None:
-        return native()
-    reference = (*inputs, *outputs)[0]
-    policy = policy or default_policy()
-    reason = decline_reason(reference, num_bytes, resolved, policy, op)
-    if reason is not None:
-        recorder(resolved).native(name, reason, sum(t.nbytes for t in inputs))
-        return native()
-    mode = resolve_mode(policy.mode, reference.dtype)
-    call = Call(communicator(resolved), name, reference.dtype, mode)
-    in_place = [t.is_contiguous() for t in outputs]
-    flat = [(t if whole else torch.empty_like(t, memory_format=torch.contiguous_format)).detach().view(-1)
-            for t, whole in zip(outputs, in_place, strict=True)]  # fmt: skip
-
-    def put_back() -> None:
-        for target, filled, whole in zip(outputs, flat, in_place, strict=True):
-            if not whole:
-                target.detach().copy_(filled.view(target.shape))
-
-    work: dist.Work
-    if reference.is_cuda:
-        call.channel = channel(resolved, reference.device)
-        work = enqueue(
-            call, lambda: body(call, flat), put_back, [*inputs, *outputs, *flat], outputs, async_op
-        )
-    else:
-
-        def carry_out() -> None:
-            body(call, flat)
-            call.finish()
-            put_back()
-
-        work = call.comm.submit(carry_out, list(outputs))
-    if async_op:
-        return work
-    work.wait()
-    return None
-
-
-def _engine(call: Call) -> Any:
-    """The exchanges for a call's device: cuda_exchange has the same functions as exchange."""
-    return exchange if call.channel is None else cuda_exchange
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -142,10 +80,10 @@ def all_gather_into_tensor(
 
     def body(call: Call, flat: list[Tensor]) -> None:
         n = input_tensor.numel()
-        _engine(call).agree(call, 0.0, [n] * size, [n] * size)
-        _engine(call).all_gather(call, _flat(input_tensor), _equal_parts(flat[0], size))
+        engine(call).agree(call, 0.0, [n] * size, [n] * size)
+        engine(call).all_gather(call, _flat(input_tensor), _equal_parts(flat[0], size))
 
-    return _run(
+    return run(
         "all_gather_into_tensor", native, body, [input_tensor], [output_tensor], input_tensor.nbytes,
         group, async_op, policy,
     )  # fmt: skip
@@ -168,10 +106,10 @@ def all_gather(
 
     def body(call: Call, flat: list[Tensor]) -> None:
         n = tensor.numel()
-        _engine(call).agree(call, 0.0, [n] * call.comm.size, [t.numel() for t in flat])
-        _engine(call).all_gather(call, _flat(tensor), flat)
+        engine(call).agree(call, 0.0, [n] * call.comm.size, [t.numel() for t in flat])
+        engine(call).all_gather(call, _flat(tensor), flat)
 
-    return _run(
+    return run(
         "all_gather",
         lambda: dist.all_gather(list(tensor_list), tensor, group, async_op),
         body, [tensor], tensor_list, num_bytes, group, async_op, policy,
@@ -205,11 +143,11 @@ def reduce_scatter_tensor(
 
     def body(call: Call, flat: list[Tensor]) -> None:
         n = output.numel()
-        scale = scale_of(op, size) or 1.0
-        _engine(call).agree(call, scale, [n] * size, [n] * size)
-        _engine(call).reduce_scatter(call, _equal_parts(_flat(input), size), flat[0], scale)
+        scale = scale_of(op, size, input.dtype) or 1.0
+        engine(call).agree(call, scale, [n] * size, [n] * size)
+        engine(call).reduce_scatter(call, _equal_parts(_flat(input), size), flat[0], scale)
 
-    return _run(
+    return run(
         "reduce_scatter_tensor", native, body, [input], [output], output.nbytes, group, async_op, policy, op
     )  # fmt: skip
 
@@ -229,11 +167,11 @@ def reduce_scatter(
 
     def body(call: Call, flat: list[Tensor]) -> None:
         parts = [_flat(t) for t in input_list]
-        scale = scale_of(op, call.comm.size) or 1.0
-        _engine(call).agree(call, scale, [p.numel() for p in parts], [output.numel()] * call.comm.size)
-        _engine(call).reduce_scatter(call, parts, flat[0], scale)
+        scale = scale_of(op, call.comm.size, output.dtype) or 1.0
+        engine(call).agree(call, scale, [p.numel() for p in parts], [output.numel()] * call.comm.size)
+        engine(call).reduce_scatter(call, parts, flat[0], scale)
 
-    return _run(
+    return run(
         "reduce_scatter",
         lambda: dist.reduce_scatter(output, list(input_list), op, group, async_op),
         body, input_list, [output], max((t.nbytes for t in input_list), default=0),
@@ -256,14 +194,14 @@ def all_reduce(
         comm, x = call.comm, flat[0]
         if not tensor.is_contiguous():
             x.copy_(_flat(tensor))
-        scale = scale_of(op, comm.size) or 1.0
-        _engine(call).agree(call, scale, [len(x)] * comm.size, [len(x)] * comm.size)
+        scale = scale_of(op, comm.size, tensor.dtype) or 1.0
+        engine(call).agree(call, scale, [len(x)] * comm.size, [len(x)] * comm.size)
         shard = align(-(-len(x) // comm.size), TILE)  # whole tiles, so that only the last has a tail
         shards = [x[rank * shard : (rank + 1) * shard] for rank in range(comm.size)]
-        _engine(call).reduce_scatter(call, shards, shards[comm.rank], scale)
-        _engine(call).all_gather(call, shards[comm.rank], shards)
+        engine(call).reduce_scatter(call, shards, shards[comm.rank], scale)
+        engine(call).all_gather(call, shards[comm.rank], shards)
 
-    return _run(
+    return run(
         "all_reduce",
         lambda: dist.all_reduce(tensor, op, group, async_op),
         body, [tensor], [tensor], tensor.nbytes, group, async_op, policy, op,
@@ -326,7 +264,7 @@ def all_to_all_single(
     def body(call: Call, flat: list[Tensor]) -> None:
         _all_to_all(call, _flat(input).split(sends), flat[0].split(expects))
 
-    return _run("all_to_all_single", native, body, [input], [output], None, group, async_op, policy)
+    return run("all_to_all_single", native, body, [input], [output], None, group, async_op, policy)
 
 
 def all_to_all(
@@ -347,7 +285,7 @@ def all_to_all(
     def body(call: Call, flat: list[Tensor]) -> None:
         _all_to_all(call, [_flat(t) for t in input_tensor_list], flat)
 
-    return _run(
+    return run(
         "all_to_all",
         lambda: dist.all_to_all(list(output_tensor_list), list(input_tensor_list), group, async_op),
         body, input_tensor_list, output_tensor_list, None, group, async_op, policy,
@@ -355,8 +293,8 @@ def all_to_all(
 
 
 def _all_to_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    _engine(call).agree(call, 0.0, [len(p) for p in parts], [len(o) for o in outs])
-    _engine(call).all_to_all(call, parts, outs)
+    engine(call).agree(call, 0.0, [len(p) for p in parts], [len(o) for o in outs])
+    engine(call).all_to_all(call, parts, outs)
 
 
 def broadcast(
@@ -385,10 +323,10 @@ def broadcast(
             x.copy_(_flat(tensor))
         sends = [len(x)] * comm.size if comm.rank == root else [0] * comm.size
         expects = [len(x) if rank == root else 0 for rank in range(comm.size)]
-        _engine(call).agree(call, float(root), sends, expects)
-        _engine(call).broadcast(call, x, root)
+        engine(call).agree(call, float(root), sends, expects)
+        engine(call).broadcast(call, x, root)
 
-    return _run(
+    return run(
         "broadcast",
         lambda: dist.broadcast(tensor, src, group, async_op, group_src),
         body, [tensor], [tensor], tensor.nbytes, group, async_op, policy,

@@ -47,10 +47,12 @@ class Policy:
     field      variable                default meaning
     ========== ======================= ======= ==========================================================
     enabled    ``ZIPCCL_ENABLED``      True    False: every call goes to the plain collective
-    mode       ``ZIPCCL_MODE``         auto    exponent code: fast, dense, or auto (the densest on a CPU)
+    mode       ``ZIPCCL_MODE``         auto    exponent code: fast, dense, or auto (on GPUs the fastest)
     min_bytes  ``ZIPCCL_MIN_BYTES``    2097152 calls whose tensor is smaller go native; see collectives.py
     reduce     ``ZIPCCL_REDUCE``       fp32    fp32: compressed exchange, sum in rank order in fp32;
                                                native: reductions are left to the plain collective
+    adaptive   ``ZIPCCL_ADAPTIVE``     True    CUDA tensors: compress only what switch.py expects to be faster
+                                               so; False: whatever can be compressed
     ========== ======================= ======= ==========================================================
 
     Raises ValueError, naming the field, for a value that is none of its choices.
@@ -62,6 +64,7 @@ class Policy:
     # more than a quarter and two lose one, at 8 MiB one loses a tenth (README, make bench-slow-link).
     min_bytes: int = _variable("ZIPCCL_MIN_BYTES", 2 * 1024 * 1024, int)
     reduce: str = _variable("ZIPCCL_REDUCE", "fp32")
+    adaptive: bool = _variable("ZIPCCL_ADAPTIVE", True, _switch)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

@@ -9,30 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from functools import partial
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
 from . import exchange as host
-from .channel import Channel, Entry, Flow
+from .channel import Channel, Flow
 from .cuda import launch
 from .exchange import Call
-from .format import GROUP, TILE, Layout, align, cached_layout
+from .format import GROUP, TILE, Layout, cached_layout
 from .ops import format_dtype
+from .plan import Parts, Plan, find_plan
 
 # Bytes of all ranks' tensors in one piece, and of one rank's.
 PIECES_BYTES, MIN_PIECE_BYTES = 64 * 1024 * 1024, 1024 * 1024
 
-MAX_PLANS = 256  # kept for a kind of call: an all_to_all may have other splits each time
 _NO_RANGE = nullcontext()
 
-Parts = list[Tensor | None]  # by peer; None: nothing goes to it
 Consume = Callable[[int, Parts, list[int]], None]  # start, payloads by peer, their spill areas
 
 
@@ -54,8 +49,8 @@ def piece(call: Call) -> int:
 def _calibrate(call: Call, flow: Flow, plan: Plan) -> None:
     """The first call of a kind: compares what all ranks say of it, and asks them how much room they need."""
     rate = 0
-    for payload, lay in zip(plan.payloads, plan.out_layouts, strict=True):
-        if payload is not None and lay is not None and lay.num_tiles:
+    for _, lay, payload in plan.encodings:
+        if lay.num_tiles:
             dynamic = int(payload[16:24].view(torch.int64).item())  # waits for the encoder
             rate = max(rate, -(-16 * dynamic // lay.num_tiles))
 
@@ -71,108 +66,6 @@ def _calibrate(call: Call, flow: Flow, plan: Plan) -> None:
 def _record(name: str) -> AbstractContextManager[object]:
     """A range of the profiler; it costs ten microseconds, so only where one runs."""
     return record_function(name) if torch.autograd._profiler_enabled() else _NO_RANGE
-
-
-@dataclass
-class Plan:
-    """How payloads of certain sizes are exchanged, with a turn's buffers: the same for call after call."""
-
-    rate: int
-    out_layouts: list[Layout | None]  # by peer
-    in_layouts: list[Layout | None]
-    out_bytes: list[int]
-    in_bytes: list[int]
-    gather: bool
-    payloads: Parts
-    received: list[Tensor]
-    came: Parts  # those of ``received`` that hold a payload
-    spills: list[int]
-    table: np.ndarray[Any, Any]
-    generation: int  # of the channel's buffers
-
-
-def _plan(
-    call: Call, flow: Flow, pattern: str, out_numels: list[int], in_numels: list[int], turn: int
-) -> Plan:
-    """The plan for a step, made anew where the room or the buffers have changed."""
-    channel: Channel = call.channel
-    key = (pattern, *out_numels, *in_numels, turn)
-    plan = flow.plans.get(key)
-    if plan is not None and plan.rate == flow.rate and plan.generation == channel.generation:
-        return plan
-    size = call.comm.size
-    out_layouts = [_layout(call, numel) if numel else None for numel in out_numels]
-    in_layouts = [_layout(call, numel) if numel else None for numel in in_numels]
-    out_bytes = [flow.room(lay) if lay else 0 for lay in out_layouts]
-    in_bytes = [flow.room(lay) if lay else 0 for lay in in_layouts]
-    gather = pattern == "gather" or (pattern == "pairs" and size == 2 and _alike(out_bytes, in_bytes))
-    if gather:
-        out_bytes = in_bytes = [max(out_bytes + in_bytes)] * size
-    # Room never exceeds the largest payload, on 128 bytes.
-    capacity = [align(lay.max_bytes) if lay else 0 for lay in out_layouts]
-    most = max(capacity + [align(lay.max_bytes) for lay in in_layouts if lay])
-    if pattern != "pairs" or size == 2:  # one payload; in a gather as large as the others'
-        slots = channel.slots(f"send {turn}", [most]) * size
-    else:
-        slots = channel.slots(f"send {turn}", capacity)
-    received = channel.slots(f"receive {turn}", in_bytes)
-    spills = channel.slots("spill", [lay.max_dynamic_bytes if lay else 0 for lay in in_layouts])
-    payloads: Parts = [slot if lay else None for slot, lay in zip(slots, out_layouts, strict=True)]
-    entries = [Entry() for _ in range(size)]
-    for peer, entry in enumerate(entries):
-        payload, out_lay, in_lay = payloads[peer], out_layouts[peer], in_layouts[peer]
-        if payload is not None and out_lay is not None:
-            entry.set_send(payload, out_lay, out_bytes[peer])
-        if in_lay is not None:
-            entry.set_receive(received[peer], in_lay, in_bytes[peer], spills[peer].data_ptr())
-    plan = Plan(
-        flow.rate or 0, out_layouts, in_layouts, out_bytes, in_bytes, gather, payloads, received,
-        [slot if lay else None for lay, slot in zip(in_layouts, received, strict=True)],
-        [spill.data_ptr() for spill in spills], np.array([entry.row() for entry in entries]),
-        channel.generation,
-    )  # fmt: skip
-    if len(flow.plans) >= MAX_PLANS:
-        flow.plans.clear()
-    flow.plans[key] = plan
-    return plan
-
-
-def _encode(parts: Parts, plan: Plan, pattern: str) -> None:
-    """The payloads of ``parts``; where all peers get the same one, once."""
-    with _record("zipccl::encode"):
-        for part, lay, payload in zip(parts, plan.out_layouts, plan.payloads, strict=True):
-            if part is not None and lay is not None and payload is not None:
-                launch.encode(part, lay, payload)
-                if pattern != "pairs":
-                    return
-
-
-def _communicate(channel: Channel, pattern: str, root: int, plan: Plan) -> None:
-    """Starts the group's own collective of the payloads, as far as there is room, on the current stream."""
-    backend, received, nothing = channel.backend, plan.received, plan.received[0][:0]
-    mine = next((p for p in plan.payloads if p is not None), None)
-    options: Any
-    if pattern == "broadcast":
-        options = dist.distributed_c10d.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = root, 0, False
-        backend.broadcast([received[root] if mine is None else mine[: max(plan.out_bytes)]], options)
-        return
-    if plan.gather:
-        options = dist.distributed_c10d.AllgatherOptions()
-        options.asyncOp = False
-        slot = plan.out_bytes[0]
-        whole = torch.as_strided(received[0], (len(received) * slot,), (1,))
-        # A rank without a part takes part: with what stands in its place of the buffer.
-        mine = received[channel.comm.rank] if mine is None else mine[:slot]
-        backend._allgather_base(whole, mine, options)
-        return
-    options = dist.distributed_c10d.AllToAllOptions()
-    options.asyncOp = False
-    sent = [
-        nothing if payload is None else payload[:size]
-        for payload, size in zip(plan.payloads, plan.out_bytes, strict=True)
-    ]
-    backend.alltoall(received, sent, options)
 
 
 def _exchange(
@@ -191,52 +84,44 @@ def _exchange(
     own), "broadcast" (``root`` has a part, the others none).
     """
     channel: Channel = call.channel
+    encoding, exchanging, decoding = channel.encoding, channel.exchanging, channel.decoding
     size = call.comm.size
     flow = channel.flow((call.name, call.stage, call.dtype, call.mode, call.kind))
     channel.learn(flow)
+    plan = partial(find_plan, channel, flow, format_dtype(call.dtype), call.mode, pattern, root)
     stamped = pattern == "pairs" and size > 2
     if call.stage:  # it reads what the stage before decoded, not only what the caller wrote
-        channel.encoding.wait_stream(channel.decoding)
+        encoding.wait_stream(decoding)
     call.stage += 1
     exchanges = []
     for step in range(num_steps):
-        channel.use(channel.encoding)
+        channel.use(encoding)
         turn = channel.next_turn()
         parts = sends(step)
         out_numels, in_numels = [0 if part is None else part.numel() for part in parts], numels(step)
-        plan = _plan(call, flow, pattern, out_numels, in_numels, turn)
-        _encode(parts, plan, pattern)
+        current = plan(out_numels, in_numels, turn)
+        with _record("zipccl::encode"):
+            current.encode(parts)
         if flow.rate is None:
-            _calibrate(call, flow, plan)
-            plan = _plan(call, flow, pattern, out_numels, in_numels, turn)
-        started = channel.start(call.name, plan.table)
+            _calibrate(call, flow, current)
+            current = plan(out_numels, in_numels, turn)
+        started = channel.start(call.name, current.table)
         exchanges.append(started)
         if stamped:
             launch.stamp(channel.index, channel.table(started), size)
         with _record("zipccl::exchange"):
-            # Not async: the collective then runs on this stream, not on one of the backend's own, whose
-            # Work costs 0.2 ms of host time (torch 2.11, 1 MiB).
-            channel.follow(channel.exchanging, channel.encoding, turn)
-            _communicate(channel, pattern, root, plan)
-            channel.follow(channel.decoding, channel.exchanging, turn)
+            channel.follow(exchanging, encoding, turn)
+            current.communicate()
+            channel.follow(decoding, exchanging, turn)
         channel.rest(started, stamped)
         with _record("zipccl::decode"):
-            consume(step, plan.came, plan.spills)
+            consume(step, current.received, current.spills)
         channel.end_turn(turn)
-        call.raw_bytes += sum(out_numels) * call.dtype.itemsize
-        call.sent_bytes += sum(b for b, numel in zip(plan.out_bytes, out_numels, strict=True) if numel)
-        payloads = sum(map(bool, out_numels)) if pattern == "pairs" else any(out_numels)
-        call.modes[call.mode.name.lower()] += payloads
+        call.raw_bytes += current.raw_bytes
+        call.sent_bytes += current.sent_bytes
+        call.modes[call.mode.name.lower()] += len(current.encodings)
     flow.pending.append(exchanges)
-
-
-def _alike(out_bytes: list[int], in_bytes: list[int]) -> bool:
-    """Whether the payloads of two ranks differ by less than a quarter.
-
-    Then a gather exchanges them: NCCL's send and receive use fewer channels. Two H200, bus bandwidth in
-    GB/s: over sockets on loopback 3.6 in an all-gather, 2.2 in an all-to-all; through host memory 25.2, 23.2.
-    """
-    return 4 * min(max(out_bytes), max(in_bytes)) > 3 * max(out_bytes + in_bytes)
+    call.ratios.append(flow.ratio(format_dtype(call.dtype), call.mode))
 
 
 def all_gather(call: Call, x: Tensor, outs: Sequence[Tensor]) -> None:
@@ -339,67 +224,3 @@ def broadcast(call: Call, x: Tensor, root: int) -> None:
             launch.decode(payload, _layout(call, out.numel()), out, None, spills[root])
 
     _exchange(call, "broadcast", max(1, -(-x.numel() // step)), sends, numels, consume, root)
-
-
-class CudaWork(dist.Work):
-    """Handle of a compressed collective on CUDA tensors: ``wait`` makes the current stream wait.
-
-    The host does not, so it raises what went wrong in an earlier call of the group; what goes wrong in this
-    one is known later only, as with a plain collective.
-    """
-
-    def __init__(self, channel: Channel, outputs: list[Tensor]) -> None:
-        super().__init__()
-        self._channel, self._outputs = channel, outputs
-        self._end = torch.cuda.Event()
-        self._end.record(channel.decoding)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._channel.check()
-        torch.cuda.current_stream(self._channel.device).wait_event(self._end)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._end.query()
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[Tensor]:
-        return self._outputs
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self._channel.device])
-        with torch.cuda.stream(self._channel.decoding):  # what uses its value waits for this stream
-            future.set_result(self._outputs)
-        return future
-
-
-def enqueue(
-    call: Call,
-    body: Callable[[], None],
-    put_back: Callable[[], None],
-    tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    async_op: bool,
-) -> CudaWork:
-    """Enqueues a call: ``body``, then ``put_back`` behind its last decoding.
-
-    ``body`` begins on the caller's stream; what it puts there comes before the first encoding.
-    """
-    channel: Channel = call.channel
-    with torch.no_grad(), channel.issuing():
-        body()
-        channel.use(channel.decoding)
-        put_back()
-        work = CudaWork(channel, list(outputs))
-    if async_op:
-        # The caller may drop them before it waits. A call that is not async has the caller's stream wait.
-        for tensor in tensors:
-            tensor.record_stream(channel.encoding)
-            tensor.record_stream(channel.decoding)
-    call.finish()
-    return work

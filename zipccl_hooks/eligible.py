@@ -25,8 +25,11 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
-def scale_of(op: Any, size: int) -> float | None:
-    """What each rank's term is multiplied by before the sum; None for an op that is no sum."""
+def scale_of(op: Any, size: int, dtype: torch.dtype) -> float | None:
+    """What each rank's term is multiplied by before the sum; None for an op that is no sum.
+
+    NCCL rounds the factor of PREMUL_SUM to the tensor's dtype.
+    """
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:
@@ -35,7 +38,7 @@ def scale_of(op: Any, size: int) -> float | None:
         # (kind, factor) when pickled; torch before 2.13 shows the factor nowhere else.
         state = op.__getstate__()
         factor = state[1] if isinstance(state, tuple) else None
-        return float(factor) if isinstance(factor, (int, float)) else None
+        return torch.tensor(factor, dtype=dtype).item() if isinstance(factor, (int, float)) else None
     return None
 
 
@@ -87,7 +90,7 @@ def decline_reason(
             return "reduce=native"
         if tensor.dtype not in SUM_DTYPES:
             return f"sum of {tensor.dtype}"
-        if scale_of(op, group.size()) is None:
+        if scale_of(op, group.size(), tensor.dtype) is None:
             return "reduce op"
     if policy.mode == "raw":
         return "mode raw"

@@ -70,6 +70,7 @@ class Call:
     longest: int = 0
     channel: Any = None
     stage: int = 0  # exchanges of the call so far
+    ratios: list[float] = field(default_factory=list)  # of each, as all ranks know them
     kind: tuple[int, ...] = ()  # sizes, where all ranks know them
     description: tuple[float, Sequence[int], Sequence[int]] = (0.0, (), ())
 

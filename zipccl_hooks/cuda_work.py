@@ -1,0 +1,77 @@
+"""Handles of collectives on CUDA tensors, and the frame in which one is enqueued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .channel import Channel
+from .exchange import Call
+
+
+class CudaWork(dist.Work):
+    """Handle of a compressed collective on CUDA tensors: ``wait`` makes the current stream wait.
+
+    The host does not, so it raises what went wrong in an earlier call of the group; what goes wrong in this
+    one is known later only, as with a plain collective.
+    """
+
+    def __init__(self, channel: Channel, outputs: list[Tensor]) -> None:
+        super().__init__()
+        self._channel, self._outputs = channel, outputs
+        self._end = torch.cuda.Event()
+        self._end.record(channel.decoding)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._channel.check()
+        torch.cuda.current_stream(self._channel.device).wait_event(self._end)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._end.query()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self._channel.device])
+        with torch.cuda.stream(self._channel.decoding):  # what uses its value waits for this stream
+            future.set_result(self._outputs)
+        return future
+
+
+def enqueue(
+    call: Call,
+    body: Callable[[], None],
+    put_back: Callable[[], None],
+    tensors: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    async_op: bool,
+) -> CudaWork:
+    """Enqueues a call: ``body``, then ``put_back`` behind its last decoding.
+
+    ``body`` begins on the caller's stream; what it puts there comes before the first encoding.
+    """
+    channel: Channel = call.channel
+    with torch.no_grad(), channel.issuing():
+        body()
+        channel.use(channel.decoding)
+        put_back()
+        work = CudaWork(channel, list(outputs))
+    if async_op:
+        # The caller may drop them before it waits. A call that is not async has the caller's stream wait.
+        for tensor in tensors:
+            tensor.record_stream(channel.encoding)
+            tensor.record_stream(channel.decoding)
+    call.finish()
+    return work
