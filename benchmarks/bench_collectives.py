@@ -6,8 +6,9 @@
 
 Bits are compared before a time is printed. Bandwidths are of the uncompressed bytes, so rows compare.
 Plain and compressed calls alternate in one run; times are medians over all repetitions of the slowest
-rank. On GPUs a repetition is a batch of calls one behind the other, timed by events. all_reduce and its
-plain twin include the copy that restores the tensor.
+rank. On GPUs a repetition is a batch of calls one behind the other, timed by events; "path" is what the
+switch chose for most of them, "model" what it expects that to take. all_reduce and its plain twin
+include the copy that restores the tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zipccl_hooks
-from zipccl_hooks import Policy, collectives
+from zipccl_hooks import Policy, channel, collectives, switch
 
 
 @dataclass
@@ -170,9 +171,23 @@ def measure(case: Case, repetitions: int) -> tuple[float, float, int]:
         for _ in range(10):  # the room for what does not compress statically is learnt by now
             case.zipped()
         calls = max(1, min(50, int(BATCH_SECONDS / seconds(case.plain, 3))))
+    zipccl_hooks.reset_stats()
     pairs = [(seconds(case.plain, calls), seconds(case.zipped, calls)) for _ in range(repetitions)]
     plain, zipped = (statistics.median(column) for column in zip(*pairs, strict=True))
     return plain, zipped, wrong
+
+
+def expected(name: str, x: Tensor, policy: Policy, native: bool) -> str:
+    """Milliseconds that the switch expects, where there is one."""
+    if DEVICE == "cpu" or not policy.adaptive:
+        return "-"
+    group = dist.distributed_c10d._get_default_group()
+    found = switch.switch(group, channel.channel(group, x.device))
+    shared = "gather" in name or "scatter" in name
+    num_bytes = None if "all_to_all" in name else x.nbytes // (dist.get_world_size() if shared else 1)
+    prediction = found.expected(name, num_bytes, x.dtype, policy.mode)
+    plan = None if native or num_bytes is None else prediction.best
+    return "-" if num_bytes is None else f"{(plan.seconds if plan else prediction.native) * 1e3:.3f}"
 
 
 def on_every_transport(names: Sequence[str], arguments: Sequence[str]) -> int:
@@ -200,6 +215,9 @@ def main() -> int:
     parser.add_argument("--sizes", default=sizes, help="MiB of the whole tensor (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--mode", default="auto")
+    parser.add_argument(
+        "--always", action="store_true", help="compress on GPUs also what the switch would not"
+    )
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--transports", default=",".join(TRANSPORTS), help="of NCCL (default: %(default)s)")
     args = parser.parse_args()
@@ -215,21 +233,24 @@ def main() -> int:
     if lead:
         print(f"# {backend}, {dist.get_world_size()} ranks, torch {torch.__version__}, mode {args.mode}")
         print(f"# {'call':<15}{'dtype':<14}{'MiB':>6}{'plain ms':>10}{'busbw':>8}{'zipped ms':>11}"
-              f"{'busbw':>8}{'ratio':>7}{'speedup':>9}{'#wrong':>8}")  # fmt: skip
+              f"{'busbw':>8}{'model ms':>10}{'path':>8}{'ratio':>7}{'speedup':>9}{'#wrong':>8}")  # fmt: skip
     for mib in (float(size) for size in args.sizes.split(",")):
         for make, dtype, data, label in ROWS:
             if args.only not in f"{make.__name__} {label}":
                 continue
             x = data(int(mib * 2**20) // dtype.itemsize, dtype)
-            case = make(x, Policy(mode=args.mode, min_bytes=0))
+            policy = Policy(mode=args.mode, min_bytes=0, adaptive=not args.always)
+            case = make(x, policy)
             zipccl_hooks.reset_stats()
             plain, zipped, wrong = measure(case, args.repetitions)
-            (counted,) = zipccl_hooks.stats().calls.values()
+            ((name, counted),) = zipccl_hooks.stats().calls.items()
+            native = counted.native_calls.total() > counted.compressed_calls
+            path = "native" if native else max(counted.modes, key=lambda mode: counted.modes[mode])
             if lead:
                 bus = case.bus_factor * x.nbytes / 1e9
-                print(f"  {make.__name__:<15}{label:<14}{mib:>6g}{plain * 1e3:>10.2f}{bus / plain:>8.3f}"
-                      f"{zipped * 1e3:>11.2f}{bus / zipped:>8.3f}{counted.ratio:>7.3f}{plain / zipped:>9.3f}"
-                      f"{wrong:>8}", flush=True)  # fmt: skip
+                print(f"  {make.__name__:<15}{label:<14}{mib:>6g}{plain * 1e3:>10.3f}{bus / plain:>8.2f}"
+                      f"{zipped * 1e3:>11.3f}{bus / zipped:>8.2f}{expected(name, x, policy, native):>10}"
+                      f"{path:>8}{counted.ratio:>7.3f}{plain / zipped:>9.3f}{wrong:>8}", flush=True)  # fmt: skip
     dist.destroy_process_group()
     return 0
 

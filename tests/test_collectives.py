@@ -366,8 +366,8 @@ def one_log_line(group: dist.ProcessGroup) -> list[str]:
     logger.setLevel(logging.INFO)
     own = fresh_pair()
     for _ in range(3):
-        collectives.all_reduce(torch.ones(5, dtype=torch.int32), group=own)
-        collectives.broadcast(torch.ones(5, dtype=torch.int32), group=own, group_src=0)
+        collectives.all_reduce(torch.ones(5, dtype=torch.int32), group=own, policy=ALL)
+        collectives.broadcast(torch.ones(5, dtype=torch.int32), group=own, group_src=0, policy=ALL)
     logger.removeHandler(handler)
     return lines
 

@@ -70,6 +70,8 @@ def decline_reason(
     """
     if not policy.enabled:
         return "disabled by policy"
+    if num_bytes is not None and num_bytes < policy.min_bytes:
+        return "below min_bytes"  # first: small calls must not notice
     if group.size() == 1:
         return "one rank"
     if type(tensor) not in (Tensor, torch.nn.Parameter):
@@ -94,6 +96,4 @@ def decline_reason(
             return "reduce op"
     if policy.mode == "raw":
         return "mode raw"
-    if num_bytes is not None and num_bytes < policy.min_bytes:
-        return "below min_bytes"
     return None

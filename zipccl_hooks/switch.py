@@ -75,7 +75,7 @@ class Switch:
         known = format_dtype(dtype)
         modes = self.speeds if mode == "auto" else [resolve_mode(mode, dtype)]
         expected = FP32_RATIOS if dtype == torch.float32 else default_ratios(known.name)
-        received = cuda_exchange.PIECES_BYTES * (self.link.world - 1) // self.link.world
+        received = cuda_exchange.piece_bytes(self.link.world) * (self.link.world - 1)
         pieces = Pieces(received, received)
         return predict(
             KIND[name], NOMINAL_BYTES if num_bytes is None else num_bytes, known.itemsize, self.link,
@@ -115,12 +115,17 @@ class Switch:
         kind = self._kinds[call.name, num_bytes, call.dtype, mode]
         kind.ratios[call.mode] = Ratio(call.ratios[0], call.ratios[-1])
 
+    def _ratios(self, *key: Any) -> dict[Mode, Ratio]:
+        return self._kinds.get(key, _Kind()).ratios
+
+    def expected(self, name: str, num_bytes: int | None, dtype: torch.dtype, mode: str) -> Prediction:
+        """What a call would take by each path, with the ratios that calls of its kind showed."""
+        return self.predict(name, num_bytes, dtype, mode, self._ratios(name, num_bytes, dtype, mode))
+
     def explain(self, name: str, numel: int, dtype: torch.dtype, mode: str) -> str:
-        num_bytes = numel * dtype.itemsize
-        kind = self._kinds.get((name, num_bytes, dtype, mode), _Kind())
-        measured = "measured" if kind.ratios else "assumed, none measured yet"
-        prediction = self.predict(name, num_bytes, dtype, mode, kind.ratios)
-        return f"{explain_text(prediction)}\nRatios: {measured}."
+        key = (name, numel * dtype.itemsize, dtype, mode)
+        measured = "measured" if self._ratios(*key) else "assumed, none measured yet"
+        return f"{explain_text(self.expected(*key))}\nRatios: {measured}."
 
 
 _switches: weakref.WeakKeyDictionary[Channel, Switch] = weakref.WeakKeyDictionary()

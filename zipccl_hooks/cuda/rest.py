@@ -102,22 +102,21 @@ def make(dtype: DType, mode: Mode) -> Any:
         cuda.syncthreads()
         k = thread
         while k < entries:
+            # All loads of a row at once: each crosses the bus to the host, one after the other 10 us in all.
             entry = table + k * u64(ENTRY_BYTES)
-            sent, received = load_system(entry), load_system(entry + u64(32))
+            sent, sent_static = load_system(entry), load_system(entry + u64(8))
+            sent_bytes, sent_tiles = load_system(entry + u64(16)), load_system(entry + u64(24))
+            received, received_static = load_system(entry + u64(32)), load_system(entry + u64(40))
+            received_bytes, received_tiles = load_system(entry + u64(48)), load_system(entry + u64(56))
+            longest = load_system(entry + u64(72))
             out, back = u64(0), u64(0)
             if sent != u64(0):
-                out, rate, _ = missing(
-                    sent, load_system(entry + u64(8)), load_system(entry + u64(16)), u64(ANY),
-                    load_system(entry + u64(24)),
-                )  # fmt: skip
+                out, rate, _ = missing(sent, sent_static, sent_bytes, u64(ANY), sent_tiles)
                 if stamped != u64(0):
                     rate = load_1(sent + u64(STAMP))
                 shared_max(rate_at, rate)
             if received != u64(0):
-                back, rate, bad = missing(
-                    received, load_system(entry + u64(40)), load_system(entry + u64(48)),
-                    load_system(entry + u64(72)), load_system(entry + u64(56)),
-                )  # fmt: skip
+                back, rate, bad = missing(received, received_static, received_bytes, longest, received_tiles)
                 if stamped != u64(0):
                     rate = load_1(received + u64(STAMP))
                 shared_max(rate_at, rate)
