@@ -245,12 +245,13 @@ def main() -> int:
             plain, zipped, wrong = measure(case, args.repetitions)
             ((name, counted),) = zipccl_hooks.stats().calls.items()
             native = counted.native_calls.total() > counted.compressed_calls
-            path = "native" if native else max(counted.modes, key=lambda mode: counted.modes[mode])
+            path = "native" if native else max(counted.modes, key=counted.modes.__getitem__, default="-")
             if lead:
                 bus = case.bus_factor * x.nbytes / 1e9
                 print(f"  {make.__name__:<15}{label:<14}{mib:>6g}{plain * 1e3:>10.3f}{bus / plain:>8.2f}"
                       f"{zipped * 1e3:>11.3f}{bus / zipped:>8.2f}{expected(name, x, policy, native):>10}"
-                      f"{path:>8}{counted.ratio:>7.3f}{plain / zipped:>9.3f}{wrong:>8}", flush=True)  # fmt: skip
+                      f"{path:>8}{counted.ratio:>7.3f}{plain / zipped:>9.3f}{wrong:>8}")  # fmt: skip
+                sys.stdout.flush()
     dist.destroy_process_group()
     return 0
 
