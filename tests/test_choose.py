@@ -11,7 +11,6 @@ from zipccl_hooks import choose, theory
 from zipccl_hooks.choose import (
     CROSS,
     GLOO_PIECES,
-    H200,
     KINDS,
     LOCAL,
     MARGIN,
@@ -21,15 +20,14 @@ from zipccl_hooks.choose import (
     Cost,
     Link,
     Pieces,
+    Plan,
     Ratio,
     default_ratios,
     explain_text,
-    fabric_link,
     predict,
-    scale_table,
-    scale_text,
 )
 from zipccl_hooks.format import DTYPES, Mode
+from zipccl_hooks.scale import H200, fabric_link, scale_table, scale_text
 
 BF16 = default_ratios("bfloat16")
 WORLDS = (2, 3, 5, 8)
@@ -359,3 +357,18 @@ def test_scale_table_has_a_row_for_every_size_and_fabric(kind: str) -> None:
     lines = scale_text(rows).splitlines()
     assert len(lines) == 5 and "800 Gb/s" in lines[0] and lines[-1].split()[0] == "1024"
     assert lines[1].split()[1:3] == [f"{rows[0][1].gain:.2f}x", rows[0][1].path]
+
+
+def test_an_exchange_takes_the_host_its_time() -> None:
+    """However small it is; a large one hides it, but each piece has its share."""
+    slow = Pieces(MIB, MIB, 0.0, 0.0, least_seconds=5e-4, least_piece_seconds=2e-4)
+    free = Pieces(MIB, MIB, 0.0, 0.0)
+
+    def fast(num_bytes: int, bandwidth: float, pieces: Pieces) -> Plan:
+        speeds = {Mode.FAST: H200[Mode.FAST]}
+        return predict("all_gather", num_bytes, 2, link(bandwidth), speeds, BF16, pieces).plans[0]
+
+    small, many = fast(MIB // 4, 1e12, slow), fast(4 * MIB, 1e12, slow)
+    assert small.pieces == (1,) and small.seconds == 5e-4
+    assert many.pieces == (4,) and many.seconds == pytest.approx(5e-4 + 3 * 2e-4)
+    assert fast(MIB, 1e8, slow).seconds == fast(MIB, 1e8, free).seconds > 5e-4

@@ -29,8 +29,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,7 +206,7 @@ class Channel:
             self._called, self._joined = torch.cuda.Event(), torch.cuda.Event()
         self._buffers: dict[str, Tensor] = {}
         self._flows: dict[Any, Flow] = {}
-        self._turn = 0
+        self._turn, self._device_before = 0, self.index
         self._ready: torch.cuda.Stream | None = None  # the caller's, until the encoding stream waits for it
         self.generation = 0  # of the buffers
         self._shared = _Shared(comm)
@@ -224,23 +222,24 @@ class Channel:
         if self._shared.words[CORRUPT]:
             raise CorruptPayload("payload: damaged in an earlier call of this group", rank=self.comm.rank)
 
-    @contextmanager
-    def issuing(self) -> Iterator[None]:
-        """Around a call: the encoding stream follows the current one when it is first used."""
+    def begin(self) -> torch.cuda.Stream:
+        """Begins a call; returns the caller's stream, which the encoding stream follows when first used."""
         self.check()
-        here = torch._C._cuda_getDevice()
-        if here != self.index:
+        self._device_before = torch._C._cuda_getDevice()
+        if self._device_before != self.index:
             torch._C._cuda_setDevice(self.index)
         stream_id, device_index, device_type = torch._C._cuda_getCurrentStream(self.index)
-        caller = torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
-        self._ready = caller
-        try:
-            yield
-        finally:
-            self._ready = None
-            _set_stream(caller)
-            if here != self.index:
-                torch._C._cuda_setDevice(here)
+        self._ready = torch.cuda.Stream(
+            stream_id=stream_id, device_index=device_index, device_type=device_type
+        )
+        return self._ready
+
+    def leave(self, caller: torch.cuda.Stream) -> None:
+        """Ends a call: the caller's stream and device are the current ones again."""
+        self._ready = None
+        _set_stream(caller)
+        if self._device_before != self.index:
+            torch._C._cuda_setDevice(self._device_before)
 
     def use(self, stream: torch.cuda.Stream) -> None:
         """Makes a stream the current one; torch.cuda.stream does so in ten microseconds."""
@@ -263,7 +262,10 @@ class Channel:
         _set_stream(stream)
 
     def flow(self, key: Any) -> Flow:
-        return self._flows.setdefault(key, Flow())
+        found = self._flows.get(key)
+        if found is None:
+            found = self._flows[key] = Flow()
+        return found
 
     def next_turn(self) -> int:
         """0 or 1, alternating: which buffers to use. The encoding stream waits until they are free."""
@@ -337,7 +339,7 @@ class Channel:
     def learn(self, flow: Flow) -> None:
         """Sets a flow's rate for its next call, from the call LAG calls ago and those before it."""
         if len(flow.pending) >= LAG:
-            flow.recent.append(max((self.rate(e) for e in flow.pending.popleft()), default=0))
+            flow.recent.append(max(map(self.rate, flow.pending.popleft()), default=0))
             flow.set_rate(max(flow.recent))
 
     def close(self) -> None:

@@ -30,10 +30,9 @@ together. Not in the model: what codec and native collective take from each othe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import reduce
-from itertools import product
 
 from .format import Mode
 
@@ -100,6 +99,8 @@ class Pieces:
     seconds: float = 20e-6  # per piece: stream events and one more native call; an estimate
     call_seconds: float = 40e-6  # per exchange: gathered headers, completion; an estimate
     copy_bandwidth: float = math.inf  # payload bytes/s that the processor which codes copies itself
+    least_seconds: float = 0.0  # an exchange of one piece, however small: the host's time, on GPUs
+    least_piece_seconds: float = 0.0  # each further piece
 
 
 # exchange.PIECE_BYTES, and what transfer and codec leave unexplained of 24 calls between two processes over
@@ -246,8 +247,9 @@ def _in_pieces(
         seconds += max(exchange, encode, local) - exchange
         seconds += (count - 2) * max(exchange, busy, local) + max(exchange, decode)
     overhead = pieces.call_seconds + count * pieces.seconds
+    seconds = max(seconds + overhead, pieces.least_seconds + (count - 1) * pieces.least_piece_seconds)
     return Plan(
-        mode, (count,), seconds + overhead, e.local, count * encode, count * exchange, count * decode,
+        mode, (count,), seconds, e.local, count * encode, count * exchange, count * decode,
         overhead, e.carried, wire,
     )  # fmt: skip
 
@@ -323,78 +325,3 @@ def explain_text(prediction: Prediction) -> str:
         end = (pieces, f"{ratio:.3f}", f"{p.native / plan.seconds:.2f}x")
         lines.append(row(plan.mode.name.lower(), *map(_ms, times), *end))
     return "\n".join([*lines, _reason(p)])
-
-
-# A projection to many nodes
-
-# H200, 1 GiB of bf16 (README). Taken as given: decode_sum, fused, is as fast as decode, and a small call
-# keeps the device busy for 10 us.
-H200 = {
-    Mode.FAST: CodecSpeed(Cost(1e-5, 1789e9), Cost(1e-5, 2119e9), Cost(1e-5, 2119e9)),
-    Mode.DENSE: CodecSpeed(Cost(1e-5, 1246e9), Cost(1e-5, 1401e9), Cost(1e-5, 1401e9)),
-}
-NODE = 8  # GPUs
-
-
-def fabric_link(gpus: int, gigabits: float, nvlink: float = 250e9) -> Link:
-    """A link by assumption: nodes of 8 GPUs, each with a NIC of its own of ``gigabits`` Gb/s.
-
-    ``nvlink`` is NCCL's bus bandwidth inside a node, bytes/s (243 to 270 GB/s between two H200). Gathers,
-    reductions and broadcasts are rings: every byte enters a node once, spread over its NICs, and passes
-    NVLink, so the slower of the two counts. An all_to_all sends what is for other nodes through each
-    GPU's own NIC. The fabric has no contention. Latencies are what NCCL's tuner assumes of its simple
-    protocol: 8.4 us a call, 3.4 a hop over NVLink, 14 over the network; and 1 a peer in an all_to_all.
-    """
-    nodes, nic = -(-gpus // NODE), gigabits * 1e9 / 8
-    far = nodes if nodes > 1 else 0
-    ring = min(nvlink, NODE * nic) if far else nvlink
-    latency = 8.4e-6 + (gpus - 1 - far) * 3.4e-6 + far * 14e-6
-    gather = Cost(latency, ring / (gpus - 1))
-    exchange = nic * gpus / (gpus - NODE) if far else nvlink * gpus / (gpus - 1)
-    costs = {
-        "all_gather": gather,
-        "reduce_scatter": gather,
-        "all_reduce": Cost(2 * latency, ring * gpus / (2 * (gpus - 1))),
-        "all_to_all": Cost(22.4e-6 + gpus * 1e-6, exchange),
-        "broadcast": Cost(latency, ring),
-    }
-    if far:
-        costs[LOCAL] = Cost(8.4e-6 + (NODE - 1) * 3.4e-6, nvlink / (NODE - 1))
-        costs[CROSS] = Cost(22.4e-6 + nodes * 1e-6, nic * nodes / (nodes - 1))
-    return Link(gpus, nodes, costs)
-
-
-def scale_table(
-    kind: str,
-    total_bytes: int = 1024 * MIB,
-    itemsize: int = 2,
-    speeds: Mapping[Mode, CodecSpeed] = H200,
-    ratios: Mapping[Mode, Ratio] | None = None,
-    pieces: Pieces = Pieces(),
-    gpus: Sequence[int] = (16, 64, 256, 1024),
-    fabrics: Sequence[float] = (100, 200, 400, 800),
-) -> list[tuple[float, Prediction]]:
-    """What the same model says of ``fabric_link``: (Gb/s of a NIC, Prediction), by GPUs, then fabric.
-
-    ``total_bytes`` is the whole tensor, gathered, scattered, reduced or exchanged: a layer of a large
-    model. Reductions add up inside the node at NVLink's speed while equal local ranks exchange the piece
-    before compressed, with the ratio of sums; native ones are a ring over all GPUs, so part of a gain is
-    the hierarchy's. ``ratios`` default to Gaussian bf16.
-    """
-    ratios = default_ratios("bfloat16") if ratios is None else ratios
-    rows = []
-    for world, gigabits in product(gpus, fabrics):
-        b = total_bytes // world if kind in ("all_gather", "reduce_scatter") else total_bytes
-        link = fabric_link(world, gigabits)
-        rows.append((gigabits, predict(kind, b, itemsize, link, speeds, ratios, pieces)))
-    return rows
-
-
-def scale_text(rows: Sequence[tuple[float, Prediction]]) -> str:
-    """``scale_table`` as a grid: speed over native, and what is chosen."""
-    fabrics = list(dict.fromkeys(gigabits for gigabits, _ in rows))
-    lines = ["  GPUs" + "".join(f"{gigabits:g} Gb/s".rjust(15) for gigabits in fabrics)]
-    for world in dict.fromkeys(p.link.world for _, p in rows):
-        cells = [f"{p.gain:.2f}x {p.path}" for _, p in rows if p.link.world == world]
-        lines.append(f"{world:>6}" + "".join(cell.rjust(15) for cell in cells))
-    return "\n".join(lines)

@@ -11,8 +11,9 @@ operations other than those three, tensors not on a CPU, groups without a gloo b
 rests only on what all ranks know alike. ``stats()`` counts the reasons.
 
 ``min_bytes`` of the policy is compared with the tensor that the call is about: what one rank
-contributes to a gather, receives from a scatter, reduces or broadcasts. all_to_all, whose ranks may
-pass splits of any size, is compressed at every size, since no rank knows the others' sizes beforehand.
+contributes to a gather, receives from a scatter, reduces, broadcasts or, without split sizes, puts into an
+all_to_all. With splits, of any size on any rank, all_to_all is compressed at every size, since no rank
+knows the others' beforehand.
 
 Arguments are checked before anything is sent: TypeError and ValueError name the argument. What ranks
 contradict each other in raises errors.PeerMismatch on all of them.
@@ -264,7 +265,10 @@ def all_to_all_single(
     def body(call: Call, flat: list[Tensor]) -> None:
         _all_to_all(call, _flat(input).split(sends), flat[0].split(expects))
 
-    return run("all_to_all_single", native, body, [input], [output], None, group, async_op, policy)
+    # Without split sizes every rank's tensor is as large.
+    even = output_split_sizes is None and input_split_sizes is None
+    num_bytes = input.nbytes if even else None
+    return run("all_to_all_single", native, body, [input], [output], num_bytes, group, async_op, policy)
 
 
 def all_to_all(

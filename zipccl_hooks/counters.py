@@ -87,7 +87,10 @@ class Recorder:
         self._logged: set[tuple[str, str]] = set()
 
     def _call(self, name: str) -> CallStats:
-        return self._stats.calls.setdefault(name, CallStats())
+        found = self._stats.calls.get(name)
+        if found is None:
+            found = self._stats.calls[name] = CallStats()
+        return found
 
     def native(self, name: str, reason: str, num_bytes: int) -> None:
         """Counts a call that went to the plain collective; logs each reason once a kind of call."""

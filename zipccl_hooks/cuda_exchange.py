@@ -42,6 +42,16 @@ def _layout(call: Call, numel: int) -> Layout:
     return cached_layout(numel, format_dtype(call.dtype), call.mode)
 
 
+def _cut(tensor: Tensor, k: int, step: int) -> Tensor:
+    """The k-th piece of ``step`` elements."""
+    return tensor if k == 0 and tensor.numel() <= step else tensor[k * step : (k + 1) * step]
+
+
+def _left(tensor: Tensor, k: int, step: int) -> int:
+    """Elements of that piece."""
+    return min(max(tensor.numel() - k * step, 0), step)
+
+
 def piece_bytes(world: int) -> int:
     """Bytes of one rank's piece."""
     return max(PIECES_BYTES // world, MIN_PIECE_BYTES)
@@ -82,7 +92,7 @@ def _exchange(
     numels: Callable[[int], list[int]],
     consume: Consume,
     root: int = -1,
-    own: Callable[[int], None] = lambda step: None,
+    own: Callable[[int], None] | None = None,
 ) -> None:
     """Exchanges payloads, step by step.
 
@@ -120,9 +130,10 @@ def _exchange(
         with _record("zipccl::exchange"):
             channel.follow(exchanging, encoding, turn)
             current.communicate()
-        channel.use(encoding)
-        own(step)
-        channel.join(decoding, encoding)
+        if own is not None:
+            channel.use(encoding)
+            own(step)
+            channel.join(decoding, encoding)
         channel.follow(decoding, exchanging, turn)
         channel.rest(started, stamped)
         with _record("zipccl::decode"):
@@ -140,34 +151,32 @@ def all_gather(call: Call, x: Tensor, outs: Sequence[Tensor]) -> None:
     rank, size, step = call.comm.rank, call.comm.size, piece(call)
     call.kind = tuple(out.numel() for out in outs)
 
-    def cut(tensor: Tensor, k: int) -> Tensor:
-        return tensor[k * step : (k + 1) * step]
-
     def sends(k: int) -> Parts:
-        part = cut(x, k) if k * step < x.numel() else None
+        part = _cut(x, k, step) if k * step < x.numel() else None
         return [None if peer == rank else part for peer in range(size)]
 
     def numels(k: int) -> list[int]:
-        return [0 if peer == rank else cut(out, k).numel() for peer, out in enumerate(outs)]
+        return [0 if peer == rank else _left(out, k, step) for peer, out in enumerate(outs)]
 
     def consume(k: int, payloads: Parts, spills: list[int]) -> None:
         for peer, payload in enumerate(payloads):
             if payload is not None:
-                out = cut(outs[peer], k)
+                out = _cut(outs[peer], k, step)
                 launch.decode(payload, _layout(call, out.numel()), out, None, spills[peer])
 
     def own(k: int) -> None:
-        if outs[rank].data_ptr() != x.data_ptr():
-            cut(outs[rank], k).copy_(cut(x, k))
+        _cut(outs[rank], k, step).copy_(_cut(x, k, step))
 
-    _exchange(call, "gather", max(1, -(-max(call.kind) // step)), sends, numels, consume, own=own)
+    steps = max(1, -(-max(call.kind) // step))
+    in_place = outs[rank].data_ptr() == x.data_ptr()
+    _exchange(call, "gather", steps, sends, numels, consume, own=None if in_place else own)
 
 
 def _cuts(call: Call, parts: Sequence[Tensor], step: int) -> Callable[[int], Parts]:
     """Of the parts for the other ranks, the k-th pieces of ``step`` elements; None where there is none."""
     rank = call.comm.rank
     return lambda k: [
-        part[k * step : (k + 1) * step] if peer != rank and k * step < part.numel() else None
+        _cut(part, k, step) if peer != rank and k * step < part.numel() else None
         for peer, part in enumerate(parts)
     ]
 
@@ -178,15 +187,14 @@ def reduce_scatter(call: Call, parts: Sequence[Tensor], out: Tensor, scale: floa
     call.kind = tuple(part.numel() for part in parts)
 
     def consume(k: int, payloads: Parts, spills: list[int]) -> None:
-        target = out[k * step : (k + 1) * step]
+        target = _cut(out, k, step)
         if target.numel():
-            own = parts[rank][k * step : (k + 1) * step]
+            own = _cut(parts[rank], k, step)
             sources = [own if payload is None else payload for payload in payloads]
             launch.decode_sum(sources, _layout(call, target.numel()), scale, target, spills=spills)
 
     def numels(k: int) -> list[int]:
-        mine = min(max(out.numel() - k * step, 0), step)
-        return [0 if peer == rank else mine for peer in range(size)]
+        return [0 if peer == rank else _left(out, k, step) for peer in range(size)]
 
     # Every rank knows all sizes, so all take as many steps as the longest part needs.
     steps = max(1, -(-max(call.kind) // step))
@@ -204,12 +212,12 @@ def all_to_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> N
     call.kind = ()
 
     def numels(k: int) -> list[int]:
-        return [0 if peer == rank else outs[peer][k * step : (k + 1) * step].numel() for peer in range(size)]
+        return [0 if peer == rank else _left(outs[peer], k, step) for peer in range(size)]
 
     def consume(k: int, payloads: Parts, spills: list[int]) -> None:
         for peer, payload in enumerate(payloads):
             if payload is not None:
-                out = outs[peer][k * step : (k + 1) * step]
+                out = _cut(outs[peer], k, step)
                 launch.decode(payload, _layout(call, out.numel()), out, None, spills[peer])
 
     def own(k: int) -> None:
@@ -226,17 +234,17 @@ def broadcast(call: Call, x: Tensor, root: int) -> None:
     call.kind = (x.numel(), root)
 
     def sends(k: int) -> Parts:
-        part = x[k * step : (k + 1) * step]
+        part = _cut(x, k, step)
         return [part if rank == root and peer != root else None for peer in range(size)]
 
     def numels(k: int) -> list[int]:
-        mine = 0 if rank == root else x[k * step : (k + 1) * step].numel()
+        mine = 0 if rank == root else _left(x, k, step)
         return [mine if peer == root else 0 for peer in range(size)]
 
     def consume(k: int, payloads: Parts, spills: list[int]) -> None:
         payload = payloads[root]
         if payload is not None:
-            out = x[k * step : (k + 1) * step]
+            out = _cut(x, k, step)
             launch.decode(payload, _layout(call, out.numel()), out, None, spills[root])
 
     _exchange(call, "broadcast", max(1, -(-x.numel() // step)), sends, numels, consume, root)

@@ -57,21 +57,29 @@ def enqueue(
     tensors: Sequence[Tensor],
     outputs: Sequence[Tensor],
     async_op: bool,
-) -> CudaWork:
+) -> CudaWork | None:
     """Enqueues a call: ``body``, then ``put_back`` behind its last decoding.
 
-    ``body`` begins on the caller's stream; what it puts there comes before the first encoding.
+    ``body`` begins on the caller's stream; what it puts there comes before the first encoding. If the call
+    is not async, the caller's stream waits for its end.
     """
     channel: Channel = call.channel
-    with torch.no_grad(), channel.issuing():
+    work, grad = None, torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    caller = channel.begin()
+    try:
         body()
         channel.use(channel.decoding)
         put_back()
-        work = CudaWork(channel, list(outputs))
-    if async_op:
-        # The caller may drop them before it waits. A call that is not async has the caller's stream wait.
-        for tensor in tensors:
-            tensor.record_stream(channel.encoding)
-            tensor.record_stream(channel.decoding)
+        if async_op:
+            work = CudaWork(channel, list(outputs))
+            for tensor in tensors:  # the caller may drop them before it waits
+                tensor.record_stream(channel.encoding)
+                tensor.record_stream(channel.decoding)
+        else:
+            channel.join(caller, channel.decoding)
+    finally:
+        channel.leave(caller)
+        torch._C._set_grad_enabled(grad)
     call.finish()
     return work

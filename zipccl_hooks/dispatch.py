@@ -61,7 +61,6 @@ def run(
             if not whole:
                 target.detach().copy_(filled.view(target.shape))
 
-    work: dist.Work
     if found is not None:
         call.channel = found
         work = enqueue(
@@ -69,17 +68,17 @@ def run(
         )
         if policy.adaptive:
             switch(resolved, found).learn(call, num_bytes, policy.mode)
-    else:
-
-        def carry_out() -> None:
-            body(call, flat)
-            call.finish()
-            put_back()
-
-        work = call.comm.submit(carry_out, list(outputs))
-    if async_op:
         return work
-    work.wait()
+
+    def carry_out() -> None:
+        body(call, flat)
+        call.finish()
+        put_back()
+
+    submitted = call.comm.submit(carry_out, list(outputs))
+    if async_op:
+        return submitted
+    submitted.wait()
     return None
 
 

@@ -21,7 +21,8 @@ _MOVABLE_DTYPES = frozenset(getattr(torch, d.name) for d in DTYPES.values() if d
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The process group of a call; None where this rank is not in it, which torch.distributed reports."""
     if group is None:
-        return dist.distributed_c10d._get_default_group()
+        default = dist.distributed_c10d._world.default_pg
+        return dist.distributed_c10d._get_default_group() if default is None else default
     return group if isinstance(group, dist.ProcessGroup) else None
 
 

@@ -1,0 +1,114 @@
+"""The switch's choices from given measurements; test_cuda_collectives.py has it at work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zipccl_hooks import explain
+from zipccl_hooks.channel import LAG
+from zipccl_hooks.choose import KINDS, Cost, Link
+from zipccl_hooks.exchange import Call
+from zipccl_hooks.format import Mode
+from zipccl_hooks.scale import H200
+from zipccl_hooks.switch import KIND, RETRY, REVIEW, Switch
+
+MIB = 2**20
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def switch(bandwidth: float, world: int = 2, least_seconds: float = 0.0) -> Switch:
+    made = Switch.__new__(Switch)  # without measuring
+    made.link = Link(world, 1, {kind: Cost(1e-5, bandwidth) for kind in KINDS})
+    made.speeds, made.least_seconds, made._kinds = H200, least_seconds, {}
+    return made
+
+
+def run(
+    chooser: Switch,
+    calls: int,
+    ratios: list[float],
+    dtype: torch.dtype = BF16,
+    num_bytes: int | None = 64 * MIB,
+) -> list[Mode | None]:
+    """The choices for so many all_gathers whose data show these ratios."""
+    chosen = []
+    for _ in range(calls):
+        mode = chooser.choose("all_gather", num_bytes, dtype, "auto")
+        if mode is not None:
+            call = Call(None, "all_gather", dtype, mode)  # type: ignore[arg-type]
+            call.ratios = ratios
+            chooser.learn(call, num_bytes, "auto")
+        chosen.append(mode)
+    return chosen
+
+
+@pytest.mark.parametrize("name", KIND)
+@pytest.mark.parametrize("dtype", [BF16, FP32, torch.float16, torch.float8_e5m2])
+def test_slow_and_fast_links(name: str, dtype: torch.dtype) -> None:
+    assert switch(1e9).choose(name, 256 * MIB, dtype, "auto") is not None
+    assert switch(1e13).choose(name, 256 * MIB, dtype, "auto") is None
+    assert switch(1e9).choose(name, 256 * MIB, dtype, "fast") == Mode.FAST
+
+
+def test_the_hosts_time_counts() -> None:
+    """Through host memory, 16 MiB: native takes 0.35 ms, which an exchange takes the host alone."""
+    assert switch(25e9).choose("all_gather", 8 * MIB, BF16, "auto") is not None
+    assert switch(25e9, least_seconds=5e-4).choose("all_gather", 8 * MIB, BF16, "auto") is None
+    assert switch(25e9, least_seconds=5e-4).choose("all_gather", 64 * MIB, BF16, "auto") == Mode.DENSE
+
+
+def test_data_that_do_not_shrink_go_plainly_and_are_tried_again() -> None:
+    chooser = switch(3e9)
+    hard = run(chooser, LAG + 1 + RETRY + 2 * LAG + 1 + 5, [0.99])
+    tried = [None if mode is None else "tried" for mode in hard]
+    expected = ["tried"] * (LAG + 1) + [None] * RETRY + ["tried"] * (2 * LAG + 1) + [None] * 5
+    assert tried == expected
+    # When they shrink again, the next trial finds out, and it stays.
+    easy = run(chooser, 3 * RETRY, [1.49])
+    assert None in easy and None not in easy[RETRY:]
+
+
+def test_one_mode_tells_of_the_other() -> None:
+    """fp32 is tried as if it held bf16 values. Once one mode showed that it does not, the other is not."""
+    chosen = run(switch(25e9), 10 * REVIEW, [1.17], FP32)
+    assert len({mode for mode in chosen if mode is not None}) == 1
+    assert None not in run(switch(25e9), 10 * REVIEW, [2.9], FP32)
+
+
+def test_all_ranks_choose_alike() -> None:
+    ratios = [1.2, 1.4]
+    assert run(switch(10e9), 3000, ratios) == run(switch(10e9), 3000, ratios)
+
+
+def test_fast_links_ask_for_more() -> None:
+    chooser = switch(220e9)
+    prediction = chooser.expected("all_gather", 512 * MIB, BF16, "auto")
+    assert 1.05 < prediction.gain < 1.25 and prediction.plan is None
+
+
+def test_sizes_that_no_rank_knows_are_decided_alike() -> None:
+    chooser = switch(3e9)
+    assert chooser.choose("all_to_all_single", None, BF16, "auto") == Mode.DENSE
+    assert switch(1e13).choose("all_to_all_single", None, BF16, "auto") is None
+
+
+def test_explain() -> None:
+    chooser = switch(3e9)
+    text = chooser.explain("all_gather", 32 * MIB, BF16, "auto")
+    assert text.startswith("all_gather of 64.0 MiB, 2 ranks") and "assumed" in text
+    run(chooser, 1, [1.4])
+    assert "Ratios: measured." in chooser.explain("all_gather", 32 * MIB, BF16, "auto")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gather", 5, BF16), "op: expected one of"),
+        (("all_gather", 5, torch.int64), "dtype: expected one that is compressed, got torch.int64"),
+        (("all_gather", 5, BF16, object()), "group: expected one of this rank's with NCCL"),
+    ],
+)
+def test_explain_of_what_it_cannot(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        explain(*arguments)
