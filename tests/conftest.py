@@ -75,6 +75,14 @@ def staged_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def emulated_ranks() -> Iterator[Ranks]:
+    """Ranks whose CUDA is emulated: see tests/emulated.py."""
+    pool = Ranks(largest=5)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
 def nccl_ranks() -> Iterator[Ranks]:
     if torch.cuda.device_count() < 2:
         pytest.skip("fewer than two CUDA devices")

@@ -1,4 +1,7 @@
-"""Collectives on CUDA tensors: bits, room and overflow, streams. Over NCCL, and staged on a shared GPU."""
+"""Collectives on CUDA tensors: bits, room and overflow, streams.
+
+Over NCCL; staged through the host on a GPU that several ranks share; and emulated, without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -31,25 +34,41 @@ from zipccl_hooks.channel import LAG
 from zipccl_hooks.choose import KINDS, Cost, Link
 from zipccl_hooks.errors import PeerMismatch
 
-pytestmark = pytest.mark.gpu
 ALL = Policy(min_bytes=0, adaptive=False)
 SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 Run = Callable[..., list[Any]]
 
 
-@pytest.fixture(params=["staged 2", "staged 3", "staged 4", "nccl 2"])
+DEVICE = "cuda"  # "cpu" where it is emulated
+
+
+def on(*transports: str) -> list[Any]:
+    """Parameters of the fixture ``run``."""
+    return [pytest.param(t, marks=[] if t.startswith("emulated") else [pytest.mark.gpu]) for t in transports]
+
+
+@pytest.fixture(
+    params=on("emulated 2", "emulated 3", "emulated 5", "staged 2", "staged 3", "staged 4", "nccl 2")
+)
 def run(request: pytest.FixtureRequest) -> Run:
     """Runs a function on ranks whose CUDA tensors travel over NCCL or through the host."""
     transport, size = request.param.split()
     pool: Ranks = request.getfixturevalue(f"{transport}_ranks")
-    return lambda function, *args: pool.run(int(size), prepared, function.__name__, args)
+    return lambda function, *args: pool.run(int(size), prepared, function.__name__, args, transport)
 
 
-def prepared(group: dist.ProcessGroup, name: str, args: tuple[Any, ...]) -> Any:
+def prepared(group: dist.ProcessGroup, name: str, args: tuple[Any, ...], transport: str = "nccl") -> Any:
     """Runs a function of this file in a rank; small pieces, so that a few thousand elements take several."""
+    global DEVICE
+    if transport == "emulated":
+        import emulated
+
+        DEVICE = "cpu"
+        emulated.install()
     cuda_exchange.PIECES_BYTES, cuda_exchange.MIN_PIECE_BYTES = 0, 32 * 1024
-    if dist.get_backend(group) == "gloo":
-        eligible.BACKENDS = {"cpu": "gloo", "cuda": "gloo"}
+    channel.STAGE = 4096  # so that a rest takes several rounds
+    if transport != "nccl":
+        eligible.BACKENDS = eligible.BACKENDS | {"cuda": "gloo"}
         channel.group_backend = lambda group, device: StagedBackend(group)
     reset_stats()
     result = globals()[name](group, *args)
@@ -62,7 +81,7 @@ def overflows(group: dist.ProcessGroup) -> int:
 
 
 def gpu(x: Tensor) -> Tensor:
-    return x.cuda()
+    return x.to(DEVICE, copy=True)
 
 
 # Data movement
@@ -72,11 +91,11 @@ def move(group: dist.ProcessGroup, dtype: torch.dtype, numel: int, hostile: bool
     rank, size = group.rank(), group.size()
     inputs = [data(r, numel, dtype, hostile) for r in range(size)]
     x = gpu(inputs[rank])
-    out = torch.empty(size * numel, dtype=dtype, device="cuda")
+    out = torch.empty(size * numel, dtype=dtype, device=DEVICE)
     assert collectives.all_gather_into_tensor(out, x, group, policy=ALL) is None
     assert_bits(out.cpu(), torch.cat(inputs))
 
-    outs = [torch.empty(numel, dtype=dtype, device="cuda") for _ in range(size)]
+    outs = [torch.empty(numel, dtype=dtype, device=DEVICE) for _ in range(size)]
     collectives.all_gather(outs, x, group, policy=ALL)
     assert_bits(torch.cat(outs).cpu(), torch.cat(inputs))
 
@@ -106,7 +125,7 @@ def move_uneven(group: dist.ProcessGroup) -> None:
     rank, size = group.rank(), group.size()
     numels = [(7 * r * r + 1000 * r) % 40000 for r in range(size)]  # rank 0 has nothing
     inputs = [data(r, n, torch.bfloat16) for r, n in enumerate(numels)]
-    outs = [torch.empty(n, dtype=torch.bfloat16, device="cuda") for n in numels]
+    outs = [torch.empty(n, dtype=torch.bfloat16, device=DEVICE) for n in numels]
     collectives.all_gather(outs, gpu(inputs[rank]), group, policy=ALL)
     assert_bits(torch.cat(outs).cpu(), torch.cat(inputs))
 
@@ -115,14 +134,14 @@ def move_uneven(group: dist.ProcessGroup) -> None:
         splits = [[(i * 5 + j * 3 + turn) % 7 * 1500 for j in range(size)] for i in range(size)]
         x = [data(r, 3 * sum(splits[r]), torch.float32).view(-1, 3) for r in range(size)]
         received = [splits[source][rank] for source in range(size)]
-        out = torch.empty(sum(received), 3, device="cuda")
+        out = torch.empty(sum(received), 3, device=DEVICE)
         collectives.all_to_all_single(out, gpu(x[rank]), received, splits[rank], group, policy=ALL)
         expected = torch.cat([x[source].split(splits[source])[rank] for source in range(size)])
         assert_bits(out.cpu(), expected)
 
     # Not contiguous, on both sides.
     x = gpu(data(rank, 30_000, torch.float32)).view(100, 300).t()
-    out = torch.empty(100, size * 300, device="cuda").t()
+    out = torch.empty(100, size * 300, device=DEVICE).t()
     collectives.all_gather_into_tensor(out, x, group, policy=ALL)
     parts = [data(r, 30_000, torch.float32).view(100, 300).t() for r in range(size)]
     assert_bits(out.cpu().contiguous(), torch.cat(parts).contiguous())
@@ -147,7 +166,7 @@ def overflow(group: dist.ProcessGroup, where: str) -> list[int]:
             for r in range(size)
         ]
         if where == "gather":
-            out = torch.empty(size * size * numel, dtype=torch.bfloat16, device="cuda")
+            out = torch.empty(size * size * numel, dtype=torch.bfloat16, device=DEVICE)
             collectives.all_gather_into_tensor(out, gpu(x), group, policy=policy)
             assert_bits(out.cpu(), torch.cat(everyone))
         elif where == "broadcast":
@@ -155,7 +174,7 @@ def overflow(group: dist.ProcessGroup, where: str) -> list[int]:
             collectives.broadcast(y, group=group, group_src=0, policy=policy)
             assert_bits(y.cpu(), everyone[0])
         elif where == "pairs":
-            out = torch.empty(size * numel, dtype=torch.bfloat16, device="cuda")
+            out = torch.empty(size * numel, dtype=torch.bfloat16, device=DEVICE)
             collectives.all_to_all_single(out, gpu(x), group=group, policy=policy)
             assert_bits(out.cpu(), torch.cat([e.view(size, -1)[rank] for e in everyone]))
         else:
@@ -187,7 +206,7 @@ def overflow_at_the_end(group: dist.ProcessGroup) -> None:
         [data(r + 10 * k, numel, torch.bfloat16, hostile=r == 0 and k in (3, 5)) for r in range(group.size())]
         for k in range(6)
     ]
-    outs = [torch.empty(group.size() * numel, dtype=torch.bfloat16, device="cuda") for _ in inputs]
+    outs = [torch.empty(group.size() * numel, dtype=torch.bfloat16, device=DEVICE) for _ in inputs]
     xs = [gpu(x[rank]) for x in inputs]
     works = [
         collectives.all_gather_into_tensor(out, x, own, True, policy=policy)
@@ -200,12 +219,10 @@ def overflow_at_the_end(group: dist.ProcessGroup) -> None:
         assert_bits(out.cpu(), torch.cat(x))
 
 
-@pytest.mark.parametrize(("transport", "size"), [("staged", 4), ("nccl", 2)])  # the whole pool makes groups
-def test_overflow_in_async_chains_and_before_destroy(
-    transport: str, size: int, request: pytest.FixtureRequest
-) -> None:
-    pool: Ranks = request.getfixturevalue(f"{transport}_ranks")
-    pool.run(size, prepared, "overflow_at_the_end", ())
+# The whole pool makes a group.
+@pytest.mark.parametrize("run", on("emulated 5", "staged 4", "nccl 2"), indirect=True)
+def test_overflow_in_async_chains_and_before_destroy(run: Run) -> None:
+    run(overflow_at_the_end)
 
 
 # Sums
@@ -224,7 +241,7 @@ def reduce(group: dist.ProcessGroup, dtype: torch.dtype, numel: int) -> None:
         y = gpu(terms[rank])
         collectives.all_reduce(y, op, group, policy=ALL)
         assert_bits(y.cpu(), expected)
-        out = torch.empty(numel, dtype=dtype, device="cuda")
+        out = torch.empty(numel, dtype=dtype, device=DEVICE)
         collectives.reduce_scatter_tensor(out, gpu(terms[rank]), op, group, policy=ALL)
         assert_bits(out.cpu(), expected.view(size, numel)[rank])
         collectives.reduce_scatter(out, list(gpu(terms[rank]).view(size, numel)), op, group, policy=ALL)
@@ -260,11 +277,11 @@ def on_streams(group: dist.ProcessGroup) -> None:
         with torch.cuda.stream(streams[turn % 3]):
             torch.cuda._sleep(1_000_000)
             x = gpu(data(rank + 10 * turn, numel, torch.bfloat16))
-            out = torch.empty(size * numel, dtype=torch.bfloat16, device="cuda")
+            out = torch.empty(size * numel, dtype=torch.bfloat16, device=DEVICE)
             work = collectives.all_gather_into_tensor(out, x, group, True, policy=ALL)
             del x
-            torch.randn(numel, device="cuda")  # would take the memory of x
-            if turn % 2:
+            torch.randn(numel, device=DEVICE)  # would take the memory of x
+            if turn % 2 or DEVICE == "cpu":
                 work.wait()
                 results.append((turn, out.clone()))
             else:
@@ -282,7 +299,7 @@ def runs_ahead(group: dist.ProcessGroup) -> bool:
     """Whether the host came back from its calls before the device got to them."""
     x, out = (
         gpu(data(group.rank(), 100_000, torch.bfloat16)),
-        torch.empty(200_000, dtype=torch.bfloat16).cuda(),
+        torch.empty(200_000, dtype=torch.bfloat16, device=DEVICE),
     )
     for _ in range(2):
         collectives.all_gather_into_tensor(out, x, group, policy=ALL)
@@ -295,6 +312,7 @@ def runs_ahead(group: dist.ProcessGroup) -> bool:
     return not end.query()
 
 
+@pytest.mark.gpu
 def test_the_host_does_not_wait(nccl_ranks: Ranks) -> None:
     assert nccl_ranks.run(2, prepared, "runs_ahead", ()) == [True, True]
 
@@ -304,7 +322,7 @@ def test_the_host_does_not_wait(nccl_ranks: Ranks) -> None:
 
 def contradict(group: dist.ProcessGroup) -> None:
     x = gpu(data(0, 5000 + group.rank(), torch.bfloat16))
-    out = torch.empty(group.size() * len(x), dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(group.size() * len(x), dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(PeerMismatch, match="expects"):
         collectives.all_gather_into_tensor(out, x, group, policy=ALL)
 
@@ -314,7 +332,7 @@ def test_contradictions_are_raised_everywhere(run: Run) -> None:
 
 
 def capture(group: dist.ProcessGroup) -> str:
-    x = torch.ones(10_000, device="cuda")
+    x = torch.ones(10_000, device=DEVICE)
     collectives.all_reduce(x, group=group, policy=ALL)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -325,6 +343,7 @@ def capture(group: dist.ProcessGroup) -> str:
     return reason
 
 
+@pytest.mark.gpu
 def test_capture_goes_native(nccl_ranks: Ranks) -> None:
     assert nccl_ranks.run(2, prepared, "capture", ()) == ["CUDA graph capture"] * 2
 
@@ -340,11 +359,11 @@ def train(group: dist.ProcessGroup, hook: bool) -> tuple[list[float], Tensor]:
 
         model.register_comm_hook(ZipState(group, ALL), zipccl_hook)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    generator = torch.Generator("cuda").manual_seed(group.rank())
+    generator = torch.Generator(DEVICE).manual_seed(group.rank())
     losses = []
     for _ in range(12):
-        x = torch.randn(64, 256, device="cuda", generator=generator)
-        with torch.autocast("cuda", torch.bfloat16):
+        x = torch.randn(64, 256, device=DEVICE, generator=generator)
+        with torch.autocast(DEVICE, torch.bfloat16):
             loss = (model(x) - x).square().mean()
         loss.backward()
         optimizer.step()
@@ -361,6 +380,7 @@ def ddp(group: dist.ProcessGroup) -> None:
     assert compressed_calls(group, "all_reduce") >= 12
 
 
+@pytest.mark.gpu
 def test_ddp(nccl_ranks: Ranks) -> None:
     nccl_ranks.run(2, prepared, "ddp", ())
 
@@ -373,7 +393,7 @@ def switched(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:
     if dist.get_backend(group) == "gloo":  # which has not all of these calls for CUDA tensors
         link.measure_group = lambda group, device: Link(group.size(), 1, {})
         link.native_agree = lambda group, device: list
-    found = channel.channel(group, torch.device("cuda", torch.cuda.current_device()))
+    found = channel.channel(group, gpu(torch.empty(0)).device)
     chooser = switch.switch(group, found)
     seen, numel = [], 400_000
     policy = Policy(min_bytes=0)
@@ -383,12 +403,15 @@ def switched(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:
         reset_stats(group)
         for turn in range(LAG + 4):
             x = gpu(data(group.rank() + turn, numel, torch.bfloat16, hostile))
-            out = torch.empty(group.size() * numel, dtype=torch.bfloat16, device="cuda")
+            out = torch.empty(group.size() * numel, dtype=torch.bfloat16, device=DEVICE)
             collectives.all_gather_into_tensor(out, x, group, policy=policy)
             everyone = [data(r + turn, numel, torch.bfloat16, hostile) for r in range(group.size())]
             assert_bits(out.cpu(), torch.cat(everyone))
         counted = stats(group).calls["all_gather_into_tensor"]
-        text = explain("all_gather_into_tensor", numel, torch.bfloat16, group)
+        if DEVICE == "cuda":
+            text = explain("all_gather_into_tensor", numel, torch.bfloat16, group)
+        else:
+            text = chooser.explain("all_gather_into_tensor", numel, torch.bfloat16, "auto")
         assert set(counted.native_calls) <= {"faster so"}
         verdict = text.splitlines()[-2].split(":")[0]
         seen.append((verdict, counted.compressed_calls, counted.native_calls.total()))

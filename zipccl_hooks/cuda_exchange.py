@@ -21,7 +21,7 @@ from .cuda import launch
 from .exchange import Call
 from .format import GROUP, TILE, Layout, cached_layout
 from .ops import format_dtype
-from .plan import Parts, Plan, find_plan
+from .plan import Numels, Parts, Plan, find_plan
 
 # Bytes of all ranks' tensors in one piece, and of one rank's. Two H200, all-gather of bf16, over NCCL with
 # 32 / 64 / 128 MiB: through host memory 64 MiB 1.25 / 1.28 / 1.25, 256 MiB 1.30 / 1.37 / 1.35,
@@ -89,17 +89,17 @@ def _exchange(
     pattern: str,
     num_steps: int,
     sends: Callable[[int], Parts],
-    numels: Callable[[int], list[int]],
+    numels: Callable[[int], Numels],
     consume: Consume,
     root: int = -1,
     own: Callable[[int], None] | None = None,
 ) -> None:
     """Exchanges payloads, step by step.
 
-    ``sends(step)`` are the parts for the peers, ``numels(step)`` the elements that come from them, None and
-    0 for this rank itself. ``pattern``: "gather" (a rank's part goes to all), "pairs" (each peer its
-    own), "broadcast" (``root`` has a part, the others none). ``own(step)`` puts this rank's own part in its
-    place, while the exchange is under way.
+    ``sends(step)`` are the parts for the peers, ``numels(step)`` the elements that come from them, None for
+    this rank itself and where there is nothing. ``pattern``: "gather" (a rank's part goes to all), "pairs"
+    (each peer its own), "broadcast" (``root`` has a part, the others none). ``own(step)`` puts this rank's
+    own part in its place, while the exchange is under way.
     """
     channel: Channel = call.channel
     encoding, exchanging, decoding = channel.encoding, channel.exchanging, channel.decoding
@@ -116,7 +116,8 @@ def _exchange(
         channel.use(encoding)
         turn = channel.next_turn()
         parts = sends(step)
-        out_numels, in_numels = [0 if part is None else part.numel() for part in parts], numels(step)
+        out_numels = [None if part is None else part.numel() for part in parts]
+        in_numels = numels(step)
         current = plan(out_numels, in_numels, turn)
         with _record("zipccl::encode"):
             current.encode(parts)
@@ -155,8 +156,8 @@ def all_gather(call: Call, x: Tensor, outs: Sequence[Tensor]) -> None:
         part = _cut(x, k, step) if k * step < x.numel() else None
         return [None if peer == rank else part for peer in range(size)]
 
-    def numels(k: int) -> list[int]:
-        return [0 if peer == rank else _left(out, k, step) for peer, out in enumerate(outs)]
+    def numels(k: int) -> Numels:
+        return [_left(out, k, step) or None if peer != rank else None for peer, out in enumerate(outs)]
 
     def consume(k: int, payloads: Parts, spills: list[int]) -> None:
         for peer, payload in enumerate(payloads):
@@ -172,13 +173,33 @@ def all_gather(call: Call, x: Tensor, outs: Sequence[Tensor]) -> None:
     _exchange(call, "gather", steps, sends, numels, consume, own=None if in_place else own)
 
 
-def _cuts(call: Call, parts: Sequence[Tensor], step: int) -> Callable[[int], Parts]:
-    """Of the parts for the other ranks, the k-th pieces of ``step`` elements; None where there is none."""
-    rank = call.comm.rank
-    return lambda k: [
-        _cut(part, k, step) if peer != rank and k * step < part.numel() else None
-        for peer, part in enumerate(parts)
-    ]
+def _pairs(
+    call: Call,
+    parts: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    step: int,
+    longest: int,
+    consume: Consume,
+    own: Callable[[int], None] | None = None,
+) -> None:
+    """Sends ``parts[i]`` to rank i; ``outs[i]`` is as long as what comes from there.
+
+    With more than two ranks each sends to each other in every step, if only a header: the stamp in it tells
+    the rate that all must know.
+    """
+    rank, size = call.comm.rank, call.comm.size
+
+    def sends(k: int) -> Parts:
+        return [
+            _cut(part, k, step) if peer != rank and (size > 2 or _left(part, k, step)) else None
+            for peer, part in enumerate(parts)
+        ]
+
+    def numels(k: int) -> Numels:
+        lefts: Numels = [_left(out, k, step) for out in outs]
+        return [None if peer == rank or not (n or size > 2) else n for peer, n in enumerate(lefts)]
+
+    _exchange(call, "pairs", max(1, -(-longest // step)), sends, numels, consume, own=own)
 
 
 def reduce_scatter(call: Call, parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
@@ -193,12 +214,8 @@ def reduce_scatter(call: Call, parts: Sequence[Tensor], out: Tensor, scale: floa
             sources = [own if payload is None else payload for payload in payloads]
             launch.decode_sum(sources, _layout(call, target.numel()), scale, target, spills=spills)
 
-    def numels(k: int) -> list[int]:
-        return [0 if peer == rank else _left(out, k, step) for peer in range(size)]
-
     # Every rank knows all sizes, so all take as many steps as the longest part needs.
-    steps = max(1, -(-max(call.kind) // step))
-    _exchange(call, "pairs", steps, _cuts(call, parts, step), numels, consume)
+    _pairs(call, parts, [out] * size, step, max(call.kind), consume)
 
 
 def all_to_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
@@ -207,25 +224,21 @@ def all_to_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> N
     With more than two ranks in one piece: no rank knows how long the others' longest part is.
     """
     rank, size = call.comm.rank, call.comm.size
-    sizes = [t.numel() for peer in range(size) if peer != rank for t in (parts[peer], outs[peer])]
-    step = piece(call) if size == 2 else max(*sizes, 1)
+    longest = max(t.numel() for peer in range(size) if peer != rank for t in (parts[peer], outs[peer]))
+    step = piece(call) if size == 2 else max(longest, 1)
     call.kind = ()
-
-    def numels(k: int) -> list[int]:
-        return [0 if peer == rank else _left(outs[peer], k, step) for peer in range(size)]
 
     def consume(k: int, payloads: Parts, spills: list[int]) -> None:
         for peer, payload in enumerate(payloads):
-            if payload is not None:
-                out = _cut(outs[peer], k, step)
+            out = _cut(outs[peer], k, step)
+            if payload is not None and out.numel():
                 launch.decode(payload, _layout(call, out.numel()), out, None, spills[peer])
 
     def own(k: int) -> None:
         if k == 0:
             outs[rank].copy_(parts[rank])
 
-    steps = max(1, -(-max(sizes) // step))
-    _exchange(call, "pairs", steps, _cuts(call, parts, step), numels, consume, own=own)
+    _pairs(call, parts, outs, step, longest, consume, own)
 
 
 def broadcast(call: Call, x: Tensor, root: int) -> None:
@@ -237,9 +250,8 @@ def broadcast(call: Call, x: Tensor, root: int) -> None:
         part = _cut(x, k, step)
         return [part if rank == root and peer != root else None for peer in range(size)]
 
-    def numels(k: int) -> list[int]:
-        mine = 0 if rank == root else _left(x, k, step)
-        return [mine if peer == root else 0 for peer in range(size)]
+    def numels(k: int) -> Numels:
+        return [_left(x, k, step) if peer == root != rank else None for peer in range(size)]
 
     def consume(k: int, payloads: Parts, spills: list[int]) -> None:
         payload = payloads[root]

@@ -21,6 +21,11 @@ from .exchange import Call
 from .switch import switch
 
 
+def uses_streams(x: Tensor) -> bool:
+    """Whether calls on such tensors are enqueued on streams; else a thread of the host carries them out."""
+    return x.is_cuda
+
+
 def run(
     name: str,
     native: Callable[[], Any],
@@ -44,7 +49,7 @@ def run(
         recorder(resolved).native(name, reason, sum(t.nbytes for t in inputs))
         return native()
     mode = resolve_mode(policy.mode, reference.dtype)
-    found = channel(resolved, reference.device) if reference.is_cuda else None
+    found = channel(resolved, reference.device) if uses_streams(reference) else None
     if found is not None and policy.adaptive:
         chosen = switch(resolved, found).choose(name, num_bytes, reference.dtype, policy.mode)
         if chosen is None:

@@ -22,6 +22,7 @@ from .format import DType, Layout, Mode, align, cached_layout
 MAX_PLANS = 256  # kept for a kind of call: an all_to_all may have other splits each time
 
 Parts = list[Tensor | None]  # by peer; None: nothing goes to it, or comes
+Numels = list[int | None]  # likewise
 
 
 @dataclass
@@ -52,8 +53,8 @@ def find_plan(
     mode: Mode,
     pattern: str,
     root: int,
-    out_numels: list[int],
-    in_numels: list[int],
+    out_numels: Numels,
+    in_numels: Numels,
     turn: int,
 ) -> Plan:
     """The plan for an exchange of so many elements to and from each peer, made where there is none."""
@@ -74,13 +75,13 @@ def _make(
     mode: Mode,
     pattern: str,
     root: int,
-    out_numels: list[int],
-    in_numels: list[int],
+    out_numels: Numels,
+    in_numels: Numels,
     turn: int,
 ) -> Plan:
     size, rank = channel.comm.size, channel.comm.rank
-    out_layouts = [cached_layout(numel, dtype, mode) if numel else None for numel in out_numels]
-    in_layouts = [cached_layout(numel, dtype, mode) if numel else None for numel in in_numels]
+    out_layouts = [None if numel is None else cached_layout(numel, dtype, mode) for numel in out_numels]
+    in_layouts = [None if numel is None else cached_layout(numel, dtype, mode) for numel in in_numels]
     out_bytes = [flow.room(lay) if lay else 0 for lay in out_layouts]
     in_bytes = [flow.room(lay) if lay else 0 for lay in in_layouts]
     if pattern == "pairs" and size == 2 and _alike(out_bytes, in_bytes):

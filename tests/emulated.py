@@ -1,0 +1,151 @@
+"""The exchange between GPUs without one: CPU tensors, streams that do nothing, kernels in Python.
+
+``install()`` replaces, in this process, what channel.py and cuda_exchange.py use of CUDA. What is left is
+everything those modules do themselves: plans, room, tables, the thread that fetches rests. Kernels
+read the same tables, at the same addresses, as on a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zipccl_hooks import channel, cpu, dispatch, eligible, ops
+from zipccl_hooks.cuda import ENTRY_BYTES, MOVED, STAMP, launch
+from zipccl_hooks.format import HEADER_BYTES, Layout
+
+
+class Stream:
+    stream_id = device_index = device_type = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+
+class Event:
+    def record(self, *stream: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def _bytes(address: int, num_bytes: int) -> np.ndarray[Any, Any]:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+
+
+def _words(address: int, count: int) -> np.ndarray[Any, Any]:
+    return _bytes(address, 8 * count).view(np.int64)
+
+
+def _dynamic(payload: int) -> int:
+    return int(_words(payload + 16, 1)[0])
+
+
+def _rate(payload: int, tiles: int) -> int:
+    return -(-16 * _dynamic(payload) // tiles) if tiles else 0
+
+
+def encode(x: Tensor, lay: Layout, payload: Tensor) -> None:
+    ops.encode_out(x, lay.mode, payload=payload)
+
+
+def _whole(payload: Tensor, lay: Layout, spill: int) -> np.ndarray[Any, Any]:
+    """A payload with its dynamic part, wherever that is."""
+    data = payload.numpy()
+    if data[MOVED]:
+        moved = _bytes(spill, _dynamic(payload.data_ptr()))
+        data = np.concatenate([data[: lay.static_bytes], moved])
+    data = data.copy()
+    data[STAMP:HEADER_BYTES] = 0
+    return data
+
+
+def decode(payload: Tensor, lay: Layout, out: Tensor, flag: Any = None, spill: int = 0) -> None:
+    cpu.decode(_whole(payload, lay, spill), lay, ops._bits(out, lay.dtype))
+
+
+def decode_sum(sources: list[Tensor], lay: Layout, scale: float, out: Tensor, *, spills: list[int]) -> None:
+    terms = []
+    for source, spill in zip(sources, spills, strict=True):
+        if source.dtype == torch.uint8:
+            decode(source, lay, term := torch.empty_like(out), None, spill)
+        else:
+            term = source
+        terms.append(term)
+    ops.decode_sum_out(terms, scale=scale, out=out)
+
+
+def stamp(device: Any, table: int, entries: int) -> None:
+    rows = _words(table, entries * ENTRY_BYTES // 8).reshape(entries, -1)
+    sent = [(int(row[0]), int(row[3])) for row in rows if row[0]]
+    largest = max((_rate(payload, tiles) for payload, tiles in sent), default=0)
+    for payload, _ in sent:
+        _bytes(payload + STAMP, 4).view(np.uint32)[0] = largest
+
+
+def rest(
+    device: Any, table: int, entries: int, control: int, rate_word: int, wants_at: int, staging: int,
+    stage: int, number: int, stamped: int,
+) -> None:  # fmt: skip
+    """cuda/rest.py, step by step."""
+    rows = _words(table, entries * ENTRY_BYTES // 8).reshape(entries, -1).tolist()
+    words, wants = _words(control, 4), _words(wants_at, 2 * entries).reshape(entries, 2)
+    rates, needs = [0], np.zeros((entries, 2), np.int64)
+    for k, row in enumerate(rows):
+        for side, (payload, static, exchanged, tiles) in enumerate((row[0:4], row[4:8])):
+            if payload:
+                needs[k, side] = max(static + _dynamic(payload) - exchanged, 0)
+                assert side == 0 or _dynamic(payload) <= row[9]
+                stamped_rate = int(_bytes(payload + STAMP, 4).view(np.uint32)[0])
+                rates.append(stamped_rate if stamped else _rate(payload, tiles))
+    if needs.any():
+        wants[:] = needs
+        for (_, back), row in zip(needs, rows, strict=True):
+            if back:
+                had = row[6] - row[5]
+                _bytes(row[8], had)[:] = _bytes(row[4] + row[5], had)
+                _bytes(row[4] + MOVED, 1)[0] = 1
+        for turn in range(-(-int(needs.max()) // stage)):
+            done = turn * stage
+            parts = np.clip(needs - done, 0, stage)
+            for k, row in enumerate(rows):
+                size = int(parts[k, 0])
+                _bytes(staging + 2 * k * stage, size)[:] = _bytes(row[0] + row[2] + done, size)
+            request = number << 16 | turn + 1
+            words[channel.REQUEST] = request
+            while (reply := int(words[channel.REPLY])) != request:
+                assert reply >= 0
+                time.sleep(0.0005)
+            for k, row in enumerate(rows):
+                size, had = int(parts[k, 1]), row[6] - row[5]
+                _bytes(row[8] + had + done, size)[:] = _bytes(staging + (2 * k + 1) * stage, size)
+    _words(rate_word, 1)[0] = max(rates)
+    words[channel.DONE] = number
+
+
+def install() -> None:
+    cuda: Any = torch.cuda
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda.current_stream = Stream
+    cuda.device = cuda.stream = lambda target: contextlib.nullcontext()
+    cuda.synchronize = cuda._sleep = lambda *argument: None
+    core: Any = torch._C
+    core._cuda_setStream = lambda **stream: None
+    core._cuda_getDevice = lambda: None
+    core._cuda_getCurrentStream = lambda index: (0, 0, 0)
+    tensor: Any = torch.Tensor
+    tensor.pin_memory = lambda self: self
+    tensor.record_stream = lambda self, stream: None
+    for function in (encode, decode, decode_sum, stamp, rest):
+        setattr(launch, function.__name__, function)
+    dispatch.uses_streams = lambda x: True
+    eligible.BACKENDS = {"cpu": "gloo"}
