@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV = .venv
 RUN = $(VENV)/bin/python
 
-.PHONY: demo demo-slow-link test test-gpu lint bench bench-slow-link clean
+.PHONY: demo demo-slow-link test test-gpu sanitize-gpu lint bench bench-slow-link clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/train_ddp.py
@@ -18,8 +18,14 @@ test: lint
 
 # With the PyTorch and Numba that the GPU machine has, not with .venv.
 test-gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest tests/test_cuda.py
+	PYTHONPATH=. $(PYTHON) -m pytest tests/test_cuda.py tests/test_cuda_collectives.py
 	PYTHONPATH=. $(PYTHON) benchmarks/bench_cuda.py
+
+sanitize-gpu:
+	for tool in memcheck racecheck; do \
+	  PYTHONPATH=. compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 \
+	    $(PYTHON) -m pytest tests/test_cuda.py -k "of_the_reference and 9293 or in_place or corrupt" || exit 1; \
+	done
 
 lint: $(VENV)/installed-dev
 	$(RUN) -m ruff check .
