@@ -96,6 +96,15 @@ def move(group: dist.ProcessGroup, dtype: torch.dtype, numel: int, hostile: bool
             collectives.broadcast(y, group=group, group_src=root, policy=ALL)
             assert_bits(y, inputs[root])
 
+        for root in (0, size - 1):
+            gathered = [torch.empty(numel, dtype=dtype) for _ in range(size)] if rank == root else None
+            collectives.gather(x, gathered, group=group, group_dst=root, policy=ALL)
+            if gathered is not None:
+                assert_bits(torch.cat(gathered), torch.cat(inputs))
+            y = torch.empty(numel, dtype=dtype)
+            collectives.scatter(y, inputs if rank == root else None, group=group, group_src=root, policy=ALL)
+            assert_bits(y, x)
+
         wide = [data(r, size * numel, dtype, hostile) for r in range(size)]
         out = torch.empty(size * numel, dtype=dtype)
         collectives.all_to_all_single(out, wide[rank], group=group, policy=ALL)
@@ -106,8 +115,9 @@ def move(group: dist.ProcessGroup, dtype: torch.dtype, numel: int, hostile: bool
         if size > 1 or hasattr(dist, "all_gather_single"):  # plain gloo has no list form before torch 2.13
             collectives.all_to_all(outs, list(wide[rank].view(size, numel)), group, policy=ALL)
             assert_bits(torch.cat(outs), expected)
-    names = ("all_gather_into_tensor", "all_gather", "broadcast", "all_to_all_single", "all_to_all")
-    assert [compressed_calls(group, n) for n in names] == ([1, 1, 2, 1, 1] if size > 1 else [0] * 5)
+    counts = {"all_gather_into_tensor": 1, "all_gather": 1, "all_to_all_single": 1, "all_to_all": 1}
+    counts |= {"broadcast": 2, "gather": 2, "scatter": 2}
+    assert {n: compressed_calls(group, n) for n in counts} == {n: c * (size > 1) for n, c in counts.items()}
 
 
 @pytest.mark.parametrize("hostile", [False, True], ids=["gaussian", "hostile"])
@@ -657,6 +667,12 @@ def bad_arguments(group: dist.ProcessGroup) -> None:
         (ValueError, "input_tensor_list: expected one tensor per rank, got none",
          lambda: collectives.all_to_all([], [], group)),
         (ValueError, "src: expected either src or group_src", lambda: collectives.broadcast(x, group=group)),
+        (ValueError, r"scatter_list: expected 2 tensors, one per rank, got 1" if group.rank() == 0
+         else "scatter_list: expected none but at the root, got 1 tensors",
+         lambda: collectives.scatter(x, [x], group=group, group_src=0)),
+        (ValueError, r"gather_list\[1\]: expected 10 elements, got 11" if group.rank() == 0
+         else "gather_list: expected none but at the root, got 2 tensors",
+         lambda: collectives.gather(x, [x, f(11)], group=group, group_dst=0)),
         (ValueError, "group_src: expected a rank below 2, got 2",
          lambda: collectives.broadcast(x, group=group, group_src=2)),
     ]  # fmt: skip

@@ -104,14 +104,24 @@ def move(group: dist.ProcessGroup, dtype: torch.dtype, numel: int, hostile: bool
         collectives.broadcast(y, group=group, group_src=root, policy=ALL)
         assert_bits(y.cpu(), inputs[root])
 
+    for root in (0, size - 1):
+        collectives.gather(x, outs if rank == root else None, group=group, group_dst=root, policy=ALL)
+        if rank == root:
+            assert_bits(torch.cat(outs).cpu(), torch.cat(inputs))
+        y = torch.empty(numel, dtype=dtype, device=DEVICE)
+        scattered = [gpu(t) for t in inputs] if rank == root else None
+        collectives.scatter(y, scattered, group=group, group_src=root, policy=ALL)
+        assert_bits(y.cpu(), inputs[rank])
+
     wide = [data(r, size * numel, dtype, hostile) for r in range(size)]
     expected = torch.cat([w.view(size, numel)[rank] for w in wide])
     collectives.all_to_all_single(out, gpu(wide[rank]), group=group, policy=ALL)
     assert_bits(out.cpu(), expected)
     collectives.all_to_all(outs, list(gpu(wide[rank]).view(size, numel)), group, policy=ALL)
     assert_bits(torch.cat(outs).cpu(), expected)
-    names = ("all_gather_into_tensor", "all_gather", "broadcast", "all_to_all_single", "all_to_all")
-    assert [compressed_calls(group, n) for n in names] == [1, 1, 2, 1, 1]
+    counts = {"all_gather_into_tensor": 1, "all_gather": 1, "all_to_all_single": 1, "all_to_all": 1}
+    counts |= {"broadcast": 2, "gather": 2, "scatter": 2}
+    assert {n: compressed_calls(group, n) for n in counts} == counts
 
 
 @pytest.mark.parametrize("hostile", [False, True], ids=["gaussian", "hostile"])

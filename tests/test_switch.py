@@ -104,7 +104,7 @@ def test_explain() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("gather", 5, BF16), "op: expected one of"),
+        (("reduce", 5, BF16), "op: expected one of"),
         (("all_gather", 5, torch.int64), "dtype: expected one that is compressed, got torch.int64"),
         (("all_gather", 5, BF16, object()), "group: expected one of this rank's with NCCL"),
     ],

@@ -1,14 +1,15 @@
 """torch.distributed's collectives, compressed: the same names, arguments and results, plus ``policy``.
 
-Data movement (all_gather, all_to_all, broadcast) delivers the very bits. Reductions exchange compressed
-parts and add them up in rank order in fp32, rounding once to the tensor's dtype: the result does not
-depend on message size, piece or arrival, every rank holds the same bits, and for two ranks they are
-those of the plain collective. AVG and PREMUL_SUM multiply each term, in the tensor's dtype, before it
-is added, as NCCL and DDP do.
+Data movement (all_gather, all_to_all, broadcast, gather, scatter) delivers the very bits. Reductions
+exchange compressed parts and add them up in rank order in fp32, rounding once to the tensor's dtype: the
+result does not depend on message size, piece or arrival, every rank holds the same bits, and for two ranks
+they are those of the plain collective. AVG and PREMUL_SUM multiply each term, in the tensor's dtype,
+before it is added, as NCCL and DDP do.
 
 What is not compressed goes to torch.distributed: dtypes that do not shrink, small tensors, reduce
-operations other than those three, tensors not on a CPU, groups without a gloo backend. That choice
-rests only on what all ranks know alike. ``stats()`` counts the reasons.
+operations other than those three, CPU tensors of groups without gloo and CUDA tensors of groups without
+NCCL; and what switch.py expects to be faster plain. That choice rests only on what all ranks know alike.
+``stats()`` counts the reasons.
 
 ``min_bytes`` of the policy is compared with the tensor that the call is about: what one rank
 contributes to a gather, receives from a scatter, reduces, broadcasts or, without split sizes, puts into an
@@ -31,20 +32,26 @@ from torch import Tensor
 from .arguments import check_like, check_list, check_tensor, split_numels
 from .communicator import Work
 from .config import Policy, default_policy
-from .dispatch import engine, run
+from .dispatch import engine, equal_parts, exchange_all, flatten, run
 from .eligible import decline_reason, resolve_group, scale_of
 from .exchange import Call
 from .format import TILE, align
+from .rooted import broadcast, gather, scatter
+
+__all__ = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+]
 
 Group = dist.ProcessGroup
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1)
-
-
-def _equal_parts(flat: Tensor, size: int) -> list[Tensor]:
-    return list(flat.view(size, -1)) if flat.numel() else [flat] * size
 
 
 def _size(group: Group | None) -> int:
@@ -82,7 +89,7 @@ def all_gather_into_tensor(
     def body(call: Call, flat: list[Tensor]) -> None:
         n = input_tensor.numel()
         engine(call).agree(call, 0.0, [n] * size, [n] * size)
-        engine(call).all_gather(call, _flat(input_tensor), _equal_parts(flat[0], size))
+        engine(call).all_gather(call, flatten(input_tensor), equal_parts(flat[0], size))
 
     return run(
         "all_gather_into_tensor", native, body, [input_tensor], [output_tensor], input_tensor.nbytes,
@@ -108,7 +115,7 @@ def all_gather(
     def body(call: Call, flat: list[Tensor]) -> None:
         n = tensor.numel()
         engine(call).agree(call, 0.0, [n] * call.comm.size, [t.numel() for t in flat])
-        engine(call).all_gather(call, _flat(tensor), flat)
+        engine(call).all_gather(call, flatten(tensor), flat)
 
     return run(
         "all_gather",
@@ -146,7 +153,7 @@ def reduce_scatter_tensor(
         n = output.numel()
         scale = scale_of(op, size, input.dtype) or 1.0
         engine(call).agree(call, scale, [n] * size, [n] * size)
-        engine(call).reduce_scatter(call, _equal_parts(_flat(input), size), flat[0], scale)
+        engine(call).reduce_scatter(call, equal_parts(flatten(input), size), flat[0], scale)
 
     return run(
         "reduce_scatter_tensor", native, body, [input], [output], output.nbytes, group, async_op, policy, op
@@ -167,7 +174,7 @@ def reduce_scatter(
     check_list("input_list", input_list, output, resolve_group(group))
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        parts = [_flat(t) for t in input_list]
+        parts = [flatten(t) for t in input_list]
         scale = scale_of(op, call.comm.size, output.dtype) or 1.0
         engine(call).agree(call, scale, [p.numel() for p in parts], [output.numel()] * call.comm.size)
         engine(call).reduce_scatter(call, parts, flat[0], scale)
@@ -194,7 +201,7 @@ def all_reduce(
     def body(call: Call, flat: list[Tensor]) -> None:
         comm, x = call.comm, flat[0]
         if not tensor.is_contiguous():
-            x.copy_(_flat(tensor))
+            x.copy_(flatten(tensor))
         scale = scale_of(op, comm.size, tensor.dtype) or 1.0
         engine(call).agree(call, scale, [len(x)] * comm.size, [len(x)] * comm.size)
         shard = align(-(-len(x) // comm.size), TILE)  # whole tiles, so that only the last has a tail
@@ -263,7 +270,7 @@ def all_to_all_single(
         )
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        _all_to_all(call, _flat(input).split(sends), flat[0].split(expects))
+        exchange_all(call, flatten(input).split(sends), flat[0].split(expects))
 
     # Without split sizes every rank's tensor is as large.
     even = output_split_sizes is None and input_split_sizes is None
@@ -287,53 +294,12 @@ def all_to_all(
     check_list("output_tensor_list", output_tensor_list, input_tensor_list[0], resolve_group(group))
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        _all_to_all(call, [_flat(t) for t in input_tensor_list], flat)
+        exchange_all(call, [flatten(t) for t in input_tensor_list], flat)
 
     return run(
         "all_to_all",
         lambda: dist.all_to_all(list(output_tensor_list), list(input_tensor_list), group, async_op),
         body, input_tensor_list, output_tensor_list, None, group, async_op, policy,
-    )  # fmt: skip
-
-
-def _all_to_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    engine(call).agree(call, 0.0, [len(p) for p in parts], [len(o) for o in outs])
-    engine(call).all_to_all(call, parts, outs)
-
-
-def broadcast(
-    tensor: Tensor,
-    src: int | None = None,
-    group: Group | None = None,
-    async_op: bool = False,
-    group_src: int | None = None,
-    *,
-    policy: Policy | None = None,
-) -> Work | dist.Work | None:
-    """torch.distributed.broadcast, in place; ``src`` is a global rank, ``group_src`` one of the group."""
-    check_tensor("tensor", tensor)
-    resolved = resolve_group(group)
-    root = 0
-    if resolved is not None:
-        if (src is None) == (group_src is None):
-            raise ValueError(f"src: expected either src or group_src, got src={src}, group_src={group_src}")
-        root = dist.get_group_rank(resolved, src) if src is not None else int(group_src or 0)
-        if not 0 <= root < resolved.size():
-            raise ValueError(f"group_src: expected a rank below {resolved.size()}, got {root}")
-
-    def body(call: Call, flat: list[Tensor]) -> None:
-        comm, x = call.comm, flat[0]
-        if not tensor.is_contiguous():
-            x.copy_(_flat(tensor))
-        sends = [len(x)] * comm.size if comm.rank == root else [0] * comm.size
-        expects = [len(x) if rank == root else 0 for rank in range(comm.size)]
-        engine(call).agree(call, float(root), sends, expects)
-        engine(call).broadcast(call, x, root)
-
-    return run(
-        "broadcast",
-        lambda: dist.broadcast(tensor, src, group, async_op, group_src),
-        body, [tensor], [tensor], tensor.nbytes, group, async_op, policy,
     )  # fmt: skip
 
 

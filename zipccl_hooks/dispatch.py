@@ -90,3 +90,17 @@ def run(
 def engine(call: Call) -> Any:
     """The exchanges for a call's device: cuda_exchange has the same functions as exchange."""
     return exchange if call.channel is None else cuda_exchange
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1)
+
+
+def equal_parts(flat: Tensor, size: int) -> list[Tensor]:
+    return list(flat.view(size, -1)) if flat.numel() else [flat] * size
+
+
+def exchange_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """Flat ``parts[i]`` to rank i, what comes from there into ``outs[i]``."""
+    engine(call).agree(call, 0.0, [len(p) for p in parts], [len(o) for o in outs])
+    engine(call).all_to_all(call, parts, outs)

@@ -39,8 +39,10 @@ CALLS = (
     "all_to_all",
     "all_to_all_single",
     "broadcast",
+    "gather",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "scatter",
 )
 FAILED = -1  # in place of a payload's size: this rank cannot send it, see Call.error
 MIN_PIECE_BYTES = 256 * 1024

@@ -44,6 +44,8 @@ KIND = {
     "all_to_all": "all_to_all",
     "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
+    "gather": "all_to_all",  # of which it is one rank's share
+    "scatter": "all_to_all",
 }
 # What fp32 reaches that holds bf16 values, and sums of those: gradients of mixed precision. Unknown fp32 is
 # tried as if it did.
@@ -91,6 +93,8 @@ class Switch:
         found, ratio = next(iter(ratios.items()), (Mode.DENSE, hoped[Mode.DENSE]))
         parts, sums = ratio.parts / hoped[found].parts, ratio.sums / hoped[found].sums
         expected = {m: Ratio(h.parts * parts, h.sums * sums) for m, h in hoped.items()} | ratios
+        if num_bytes is not None and name in ("gather", "scatter"):
+            num_bytes *= self.link.world
         received = cuda_exchange.piece_bytes(self.link.world) * (self.link.world - 1)
         pieces = Pieces(
             received, received, least_seconds=self.least_seconds, least_piece_seconds=self.least_seconds / 2

@@ -1,0 +1,133 @@
+"""Collectives with a root: broadcast, gather and scatter. Reached as functions of collectives.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .arguments import check_list, check_tensor
+from .communicator import Work
+from .config import Policy
+from .dispatch import engine, exchange_all, flatten, run
+from .eligible import resolve_group
+from .exchange import Call
+
+Group = dist.ProcessGroup
+
+
+def _root(name: str, rank: int | None, group_rank: int | None, group: Group | None) -> int:
+    """The root's rank in the group, from a global rank or one of the group."""
+    if group is None:
+        return 0
+    if (rank is None) == (group_rank is None):
+        raise ValueError(
+            f"{name}: expected either {name} or group_{name}, got {name}={rank}, group_{name}={group_rank}"
+        )
+    root = dist.get_group_rank(group, rank) if rank is not None else int(group_rank or 0)
+    if not 0 <= root < group.size():
+        raise ValueError(f"group_{name}: expected a rank below {group.size()}, got {root}")
+    return root
+
+
+def broadcast(
+    tensor: Tensor,
+    src: int | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    policy: Policy | None = None,
+) -> Work | dist.Work | None:
+    """torch.distributed.broadcast, in place; ``src`` is a global rank, ``group_src`` one of the group."""
+    check_tensor("tensor", tensor)
+    resolved = resolve_group(group)
+    root = _root("src", src, group_src, resolved)
+
+    def body(call: Call, flat: list[Tensor]) -> None:
+        comm, x = call.comm, flat[0]
+        if not tensor.is_contiguous():
+            x.copy_(flatten(tensor))
+        sends = [len(x)] * comm.size if comm.rank == root else [0] * comm.size
+        expects = [len(x) if rank == root else 0 for rank in range(comm.size)]
+        engine(call).agree(call, float(root), sends, expects)
+        engine(call).broadcast(call, x, root)
+
+    return run(
+        "broadcast",
+        lambda: dist.broadcast(tensor, src, group, async_op, group_src),
+        body, [tensor], [tensor], tensor.nbytes, group, async_op, policy,
+    )  # fmt: skip
+
+
+def _check_rooted_list(name: str, tensors: Any, tensor: Tensor, at_root: bool, group: Group | None) -> None:
+    """A list of one tensor per rank, as large as ``tensor``, at the root; none elsewhere."""
+    if not at_root:
+        if tensors:
+            raise ValueError(f"{name}: expected none but at the root, got {len(tensors)} tensors")
+        return
+    check_list(name, tensors or [], tensor, group)
+    for k, one in enumerate(tensors or []):
+        if one.numel() != tensor.numel():
+            raise ValueError(f"{name}[{k}]: expected {tensor.numel()} elements, got {one.numel()}")
+
+
+def scatter(
+    tensor: Tensor,
+    scatter_list: list[Tensor] | None = None,
+    src: int | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    policy: Policy | None = None,
+) -> Work | dist.Work | None:
+    """torch.distributed.scatter: ``scatter_list[i]`` of the root into rank i's ``tensor``."""
+    check_tensor("tensor", tensor)
+    resolved = resolve_group(group)
+    src = 0 if src is None and group_src is None else src
+    root = _root("src", src, group_src, resolved)
+    at_root = resolved is not None and resolved.rank() == root
+    _check_rooted_list("scatter_list", scatter_list, tensor, at_root, resolved)
+
+    def body(call: Call, flat: list[Tensor]) -> None:
+        nothing = flat[0][:0]
+        parts = [flatten(t) for t in scatter_list or []] or [nothing] * call.comm.size
+        exchange_all(call, parts, [flat[0] if rank == root else nothing for rank in range(call.comm.size)])
+
+    return run(
+        "scatter",
+        lambda: dist.scatter(tensor, scatter_list, src, group, async_op, group_src),
+        body, scatter_list or [], [tensor], tensor.nbytes, group, async_op, policy,
+    )  # fmt: skip
+
+
+def gather(
+    tensor: Tensor,
+    gather_list: list[Tensor] | None = None,
+    dst: int | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    *,
+    policy: Policy | None = None,
+) -> Work | dist.Work | None:
+    """torch.distributed.gather: every rank's ``tensor`` into the root's ``gather_list``, by rank."""
+    check_tensor("tensor", tensor)
+    resolved = resolve_group(group)
+    dst = 0 if dst is None and group_dst is None else dst
+    root = _root("dst", dst, group_dst, resolved)
+    at_root = resolved is not None and resolved.rank() == root
+    _check_rooted_list("gather_list", gather_list, tensor, at_root, resolved)
+
+    def body(call: Call, flat: list[Tensor]) -> None:
+        x = flatten(tensor)
+        parts = [x if rank == root else x[:0] for rank in range(call.comm.size)]
+        exchange_all(call, parts, flat or [x[:0]] * call.comm.size)
+
+    return run(
+        "gather",
+        lambda: dist.gather(tensor, gather_list, dst, group, async_op, group_dst),
+        body, [tensor], gather_list or [], tensor.nbytes, group, async_op, policy,
+    )  # fmt: skip
