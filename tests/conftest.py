@@ -83,6 +83,13 @@ def emulated_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def emulated_4_ranks() -> Iterator[Ranks]:
+    pool = Ranks(largest=4)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
 def nccl_ranks() -> Iterator[Ranks]:
     if torch.cuda.device_count() < 2:
         pytest.skip("fewer than two CUDA devices")

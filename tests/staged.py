@@ -11,14 +11,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zipccl_hooks.communicator import bare_backend
+
 
 class StagedBackend:
     """Blocks the host in every call, as NCCL does not; streams see the same order."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._gloo: Any = group._get_backend(torch.device("cpu"))
-        self.options = self._gloo.options
-        self._rank, self._size = group.rank(), group.size()
+    def __init__(self, gloo: Any) -> None:
+        self._gloo, self.options = gloo, gloo.options
+        self._rank, self._size = gloo.rank(), gloo.size()
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, device: torch.device) -> StagedBackend:
+        return cls(group._get_backend(torch.device("cpu")))
+
+    @classmethod
+    def bare(cls, kind: str, *arguments: Any) -> Any:
+        """communicator.bare_backend, with this in place of NCCL."""
+        gloo = bare_backend("gloo", *arguments)
+        return gloo if kind == "gloo" else cls(gloo)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, options: Any) -> None:
+        staged = torch.zeros_like(output, device="cpu")
+        self._gloo._reduce_scatter_base(staged, input.cpu()).wait()
+        self._received([output], [staged])
 
     def _allgather_base(self, output: Tensor, input: Tensor, options: Any) -> None:
         staged = torch.zeros(output.numel(), dtype=torch.uint8)

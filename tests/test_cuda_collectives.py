@@ -5,6 +5,7 @@ Over NCCL; staged through the host on a GPU that several ranks share; and emulat
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from zipccl_hooks import (
     eligible,
     explain,
     link,
+    nodes,
     reset_stats,
     stats,
     switch,
@@ -69,7 +71,8 @@ def prepared(group: dist.ProcessGroup, name: str, args: tuple[Any, ...], transpo
     channel.STAGE = 4096  # so that a rest takes several rounds
     if transport != "nccl":
         eligible.BACKENDS = eligible.BACKENDS | {"cuda": "gloo"}
-        channel.group_backend = lambda group, device: StagedBackend(group)
+        channel.group_backend = StagedBackend.of
+        nodes.bare_backend = StagedBackend.bare
     reset_stats()
     result = globals()[name](group, *args)
     torch.cuda.synchronize()
@@ -235,6 +238,26 @@ def test_overflow_in_async_chains_and_before_destroy(run: Run) -> None:
     run(overflow_at_the_end)
 
 
+def memory(group: dist.ProcessGroup) -> None:
+    """Buffers hold two pieces in each direction and a dynamic part, however large the tensor."""
+    rank, size = group.rank(), group.size()
+    found = channel.channel(group, gpu(torch.empty(0)).device)
+    held = []
+    for pieces in (2, 40):
+        numel = pieces * 16384 + 5
+        out = torch.empty(size * numel, dtype=torch.bfloat16, device=DEVICE)
+        x = gpu(data(rank, numel, torch.bfloat16))
+        collectives.all_gather_into_tensor(out, x, group, policy=ALL)
+        held.append(sum(buffer.numel() for buffer in found._buffers.values()))
+    raw = 16384 * 2
+    # Two largest payloads to send, two compressed ones from each rank, one dynamic part from each.
+    assert held[0] == held[1] <= 2 * 1.05 * raw + 2 * size * raw / 1.4 + (size - 1) * raw * 0.4
+
+
+def test_memory_is_bounded(run: Run) -> None:
+    run(memory)
+
+
 # Sums
 
 
@@ -273,6 +296,44 @@ def reduce(group: dist.ProcessGroup, dtype: torch.dtype, numel: int) -> None:
 @pytest.mark.parametrize("numel", [3, 2 * 16384 + 33])
 def test_sums_in_rank_order(run: Run, dtype: torch.dtype, numel: int) -> None:
     run(reduce, dtype, numel)
+
+
+def by_nodes(group: dist.ProcessGroup, node_of: list[int]) -> None:
+    """Ranks that say on which node they are."""
+    rank, size, numel = group.rank(), group.size(), 16384 + 1500
+    os.environ["ZIPCCL_NODE"] = f"node {node_of[rank]}"
+    nodes.STEP_BYTES = 0  # steps of a group of tiles
+    own = dist.new_group(list(range(size)))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        # Whole numbers: their sums are exact in every order.
+        terms = [(data(r, size * numel, torch.float32) * 500).round().to(dtype) for r in range(size)]
+        expected = rank_order_sum(terms)
+        for _ in range(2):
+            out = torch.empty(numel, dtype=dtype, device=DEVICE)
+            collectives.reduce_scatter_tensor(out, gpu(terms[rank]), group=own, policy=ALL)
+            assert_bits(out.cpu(), expected.view(size, numel)[rank])
+            y = gpu(terms[rank])[:-3]
+            collectives.all_reduce(y, group=own, policy=ALL)
+            assert_bits(y.cpu(), expected[:-3])
+        counted = stats(own).calls["reduce_scatter_tensor"]
+        # To each other node, not to each other rank, but for fp16.
+        peers = size - 1 if dtype == torch.float16 else len(set(node_of)) - 1
+        assert counted.raw_bytes == 2 * peers * numel * dtype.itemsize
+        assert counted.sent_bytes < counted.raw_bytes
+        reset_stats(own)
+    del os.environ["ZIPCCL_NODE"]
+
+
+# The whole pool makes a group.
+@pytest.mark.parametrize("node_of", [[0, 0, 1, 1], [0, 1, 0, 1]], ids=str)
+def test_nodes_exchange_once(node_of: list[int], emulated_4_ranks: Ranks) -> None:
+    emulated_4_ranks.run(4, prepared, "by_nodes", (node_of,), "emulated")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("node_of", [[0, 0, 1, 1], [0, 1, 0, 1]], ids=str)
+def test_nodes_exchange_once_staged(node_of: list[int], staged_ranks: Ranks) -> None:
+    staged_ranks.run(4, prepared, "by_nodes", (node_of,), "staged")
 
 
 # Streams
@@ -409,7 +470,8 @@ def switched(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:
     policy = Policy(min_bytes=0)
     for bandwidth, hostile in ((1e6, False), (1e15, False), (1e6, True)):
         costs = {kind: Cost(1e-5, bandwidth) for kind in KINDS}
-        chooser.link, chooser._kinds = Link(group.size(), 1, costs), {}
+        chooser.link = chooser.flat = Link(group.size(), 1, costs)
+        chooser._kinds = {}
         reset_stats(group)
         for turn in range(LAG + 4):
             x = gpu(data(group.rank() + turn, numel, torch.bfloat16, hostile))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from zipccl_hooks import explain
+from zipccl_hooks import explain, link
+from zipccl_hooks import switch as switch_module
 from zipccl_hooks.channel import LAG
-from zipccl_hooks.choose import KINDS, Cost, Link
+from zipccl_hooks.choose import CROSS, KINDS, LOCAL, Cost, Link
 from zipccl_hooks.exchange import Call
 from zipccl_hooks.format import Mode
 from zipccl_hooks.scale import H200
@@ -19,7 +22,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def switch(bandwidth: float, world: int = 2, least_seconds: float = 0.0) -> Switch:
     made = Switch.__new__(Switch)  # without measuring
-    made.link = Link(world, 1, {kind: Cost(1e-5, bandwidth) for kind in KINDS})
+    made.link = made.flat = Link(world, 1, {kind: Cost(1e-5, bandwidth) for kind in KINDS})
     made.speeds, made.least_seconds, made._kinds = H200, least_seconds, {}
     return made
 
@@ -112,3 +115,30 @@ def test_explain() -> None:
 def test_explain_of_what_it_cannot(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         explain(*arguments)
+
+
+def test_nodes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the node with its ranks, between nodes with as many as there are; and only if there are any."""
+    seen = []
+
+    def measure(run: object, agree: object, world: int, nodes: int, kinds: list[str]) -> Link:
+        seen.append((run, world, nodes, kinds))
+        return Link(world, nodes, {kinds[0]: Cost(world * 1e-6, 1e9)})
+
+    columns = [[0, 4], [1, 5], [2, 6], [3, 7]]
+    between = SimpleNamespace(backend="between")
+    tree = SimpleNamespace(columns=columns, inside="inside", local=2, node=1, channel=between)
+    monkeypatch.setattr(switch_module, "tree", lambda comm, channel: tree)
+    monkeypatch.setattr(link, "backend_run", lambda *arguments: arguments[:3])
+    monkeypatch.setattr(link, "measure", measure)
+    flat = switch(1e9, 8).link
+    channel = SimpleNamespace(comm=None, device=None)
+    found = switch_module._with_nodes(flat, channel, max)  # type: ignore[arg-type]
+    assert (found.world, found.nodes) == (8, 2)
+    assert found.costs == {**flat.costs, LOCAL: Cost(4e-6, 1e9), CROSS: Cost(2e-6, 1e9)}
+    assert seen == [
+        (("inside", 2, 4), 4, 1, ["reduce_scatter"]),
+        (("between", 1, 2), 2, 2, ["all_to_all"]),
+    ]
+    monkeypatch.setattr(switch_module, "tree", lambda comm, channel: None)
+    assert switch_module._with_nodes(flat, channel, max) is flat  # type: ignore[arg-type]

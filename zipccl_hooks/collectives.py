@@ -4,7 +4,7 @@ Data movement (all_gather, all_to_all, broadcast, gather, scatter) delivers the 
 exchange compressed parts and add them up in rank order in fp32, rounding once to the tensor's dtype: the
 result does not depend on message size, piece or arrival, every rank holds the same bits, and for two ranks
 they are those of the plain collective. AVG and PREMUL_SUM multiply each term, in the tensor's dtype,
-before it is added, as NCCL and DDP do.
+before it is added, as NCCL and DDP do. Where a group spans nodes of several ranks, nodes.py tells the order.
 
 What is not compressed goes to torch.distributed: dtypes that do not shrink, small tensors, reduce
 operations other than those three, CPU tensors of groups without gloo and CUDA tensors of groups without
@@ -32,7 +32,7 @@ from torch import Tensor
 from .arguments import check_like, check_list, check_tensor, split_numels
 from .communicator import Work
 from .config import Policy, default_policy
-from .dispatch import engine, equal_parts, exchange_all, flatten, run
+from .dispatch import engine, equal_parts, exchange_all, exchange_sum, flatten, run
 from .eligible import decline_reason, resolve_group, scale_of
 from .exchange import Call
 from .format import TILE, align
@@ -153,7 +153,7 @@ def reduce_scatter_tensor(
         n = output.numel()
         scale = scale_of(op, size, input.dtype) or 1.0
         engine(call).agree(call, scale, [n] * size, [n] * size)
-        engine(call).reduce_scatter(call, equal_parts(flatten(input), size), flat[0], scale)
+        exchange_sum(call, equal_parts(flatten(input), size), flat[0], scale)
 
     return run(
         "reduce_scatter_tensor", native, body, [input], [output], output.nbytes, group, async_op, policy, op
@@ -177,7 +177,7 @@ def reduce_scatter(
         parts = [flatten(t) for t in input_list]
         scale = scale_of(op, call.comm.size, output.dtype) or 1.0
         engine(call).agree(call, scale, [p.numel() for p in parts], [output.numel()] * call.comm.size)
-        engine(call).reduce_scatter(call, parts, flat[0], scale)
+        exchange_sum(call, parts, flat[0], scale)
 
     return run(
         "reduce_scatter",
@@ -206,7 +206,7 @@ def all_reduce(
         engine(call).agree(call, scale, [len(x)] * comm.size, [len(x)] * comm.size)
         shard = align(-(-len(x) // comm.size), TILE)  # whole tiles, so that only the last has a tail
         shards = [x[rank * shard : (rank + 1) * shard] for rank in range(comm.size)]
-        engine(call).reduce_scatter(call, shards, shards[comm.rank], scale)
+        exchange_sum(call, shards, shards[comm.rank], scale)
         engine(call).all_gather(call, shards[comm.rank], shards)
 
     return run(

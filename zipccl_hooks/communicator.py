@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .counters import recorder
+from .counters import Recorder, recorder
 from .errors import FormatMismatch
 from .format import VERSION
 
@@ -83,21 +83,35 @@ def group_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     return getattr(native, "wrapped_pg", native)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
 
 
-class Communicator:
-    """Runs the compressed collectives of one process group on this rank.
+def bare_backend(kind: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """A backend object by itself, below the dispatcher, so that nothing intercepts our messages.
 
-    Creating one is a collective call of the group's ranks. It holds no reference to the group.
+    ``kind`` is "gloo" or "nccl". Not dist.new_group: that needs every rank of the world, or else
+    (use_local_synchronization) names the group by the number of groups each member has, and members with
+    different numbers never meet.
+    """
+    if kind == "gloo":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+class Communicator:
+    """Runs the compressed collectives of one process group, or of some of its ranks, on this rank.
+
+    ``store`` is for these ranks alone. Creating one is a collective call of theirs. It holds no reference
+    to the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.size = group.rank(), group.size()
-        # A backend object by itself, below the dispatcher, so that nothing intercepts our messages. Not
-        # dist.new_group: that needs every rank of the world, or else (use_local_synchronization) names the
-        # group by the number of groups each member has, and members with different numbers never meet.
-        store = dist.PrefixStore("zipccl", dist.distributed_c10d._get_process_group_store(group))
-        timeout = group_backend(group, group._device_types[0]).options._timeout
-        self.backend: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
-        self.recorder = recorder(group)
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, recorder: Recorder
+    ) -> None:
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.recorder = recorder
+        self.backend: Any = bare_backend("gloo", dist.PrefixStore("gloo", store), rank, size, timeout)
+        self.trees: dict[str, Any] = {}  # nodes.Tree by kind of device
+        self.closers: list[Callable[[], None]] = []  # of what lives as long
         self._buffers: dict[str, Tensor] = {}
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
         self._check_versions()
@@ -134,6 +148,13 @@ class Communicator:
         self._calls.put((call, work))
         return work
 
+    def in_turn(self, call: Callable[[], None]) -> None:
+        """Runs ``call`` behind the calls submitted before, as on all ranks, and waits for it."""
+        if threading.current_thread() is self._thread:
+            call()
+        else:
+            self.submit(call, []).wait()
+
     def close(self) -> None:
         """Ends the thread once its calls are done: when the group goes, and at the latest at exit.
 
@@ -142,6 +163,8 @@ class Communicator:
         self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        for close in self.closers:
+            close()
 
 
 def _run(calls: queue.SimpleQueue[tuple[Callable[[], None], Work] | None]) -> None:
@@ -167,6 +190,9 @@ def communicator(group: dist.ProcessGroup) -> Communicator:
     with _lock:
         found = _communicators.get(group)
         if found is None:
-            found = _communicators[group] = Communicator(group)
+            store = dist.PrefixStore("zipccl", dist.distributed_c10d._get_process_group_store(group))
+            timeout = group_backend(group, group._device_types[0]).options._timeout
+            found = Communicator(store, group.rank(), group.size(), timeout, recorder(group))
+            _communicators[group] = found
             weakref.finalize(group, found.close)
         return found

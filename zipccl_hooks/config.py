@@ -7,6 +7,7 @@ variable. All ranks of a group must use equal policies, as they must call equal 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -79,6 +80,11 @@ class Policy:
 def default_policy() -> Policy:
     """``Policy()``, made once: reading the environment in every call would cost as much as a small call."""
     return Policy()
+
+
+def node_name() -> str:
+    """What ranks of one node have in common: the host's name, or the variable ZIPCCL_NODE."""
+    return os.environ.get("ZIPCCL_NODE") or socket.gethostname()
 
 
 def cache_directory() -> Path:

@@ -75,7 +75,7 @@ def _calibrate(call: Call, flow: Flow, plan: Plan) -> None:
         rates.extend(call.comm.gather_row([rate]))
 
     rates: list[list[int]] = []
-    call.comm.submit(ask, []).wait()
+    call.comm.in_turn(ask)
     flow.set_rate(max(row[0] for row in rates))
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import cuda_exchange, exchange
+from . import cuda_exchange, exchange, nodes
 from .channel import channel
 from .codec import resolve_mode
 from .communicator import Work, communicator
@@ -18,6 +18,7 @@ from .counters import recorder
 from .cuda_work import enqueue
 from .eligible import decline_reason, resolve_group
 from .exchange import Call
+from .nodes import tree
 from .switch import switch
 
 
@@ -104,3 +105,13 @@ def exchange_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) ->
     """Flat ``parts[i]`` to rank i, what comes from there into ``outs[i]``."""
     engine(call).agree(call, 0.0, [len(p) for p in parts], [len(o) for o in outs])
     engine(call).all_to_all(call, parts, outs)
+
+
+def exchange_sum(call: Call, parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
+    """``out``: the ranks' ``parts[own rank] * scale``, added; by nodes, where the group spans several."""
+    one = engine(call)
+    found = tree(call.comm, call.channel) if call.dtype in nodes.DTYPES else None
+    if found is None:
+        one.reduce_scatter(call, parts, out, scale)
+    else:
+        found.reduce_scatter(call, parts, out, scale, one.reduce_scatter)

@@ -114,9 +114,12 @@ def count_nodes(group: dist.ProcessGroup, device: torch.device) -> int:
 
 
 def native_run(group: dist.ProcessGroup, device: torch.device) -> Run:
-    """Runs and times one native collective of fp32, or PAIRWISE's sends and receives."""
-    backend: Any = group._get_backend(device)
-    rank, size = group.rank(), group.size()
+    """Runs and times one of a group's native collectives of fp32, or PAIRWISE's sends and receives."""
+    return backend_run(group._get_backend(device), group.rank(), group.size(), device)
+
+
+def backend_run(backend: Any, rank: int, size: int, device: torch.device) -> Run:
+    """The same for a backend object."""
     peers = [peer for peer in range(size) if peer != rank]
     root = dist.BroadcastOptions()
     root.rootRank, root.rootTensor = 0, 0

@@ -22,13 +22,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import cuda_exchange, link
+from . import cuda_exchange, link, nodes
 from .channel import LAG, Channel, channel
-from .choose import MARGIN, Pieces, Prediction, Ratio, default_ratios, explain_text, predict
+from .choose import (
+    CROSS,
+    LOCAL,
+    MARGIN,
+    Link,
+    Pieces,
+    Prediction,
+    Ratio,
+    default_ratios,
+    explain_text,
+    predict,
+)
 from .codec import resolve_mode
 from .eligible import resolve_group
 from .exchange import Call
 from .format import Mode
+from .nodes import tree
 from .ops import format_dtype
 
 logger = logging.getLogger(__name__)
@@ -73,8 +85,9 @@ class Switch:
 
     def __init__(self, channel: Channel, group: dist.ProcessGroup) -> None:
         device = channel.device
-        self.link = link.measure_group(group, device)
+        self.flat = link.measure_group(group, device)
         agree = link.native_agree(group, device)
+        self.link = _with_nodes(self.flat, channel, agree)
         self.speeds = link.agree_codec(link.measure_codec(device), agree)
         (self.least_seconds,) = agree([_least_seconds(channel)])
         self._kinds: dict[Any, _Kind] = {}
@@ -101,7 +114,8 @@ class Switch:
         )
         fast = KIND[name] in self.link.costs and self.link.costs[KIND[name]].bandwidth > FAST_LINK
         return predict(
-            KIND[name], NOMINAL_BYTES if num_bytes is None else num_bytes, known.itemsize, self.link,
+            KIND[name], NOMINAL_BYTES if num_bytes is None else num_bytes, known.itemsize,
+            self.link if dtype in nodes.DTYPES else self.flat,
             {m: self.speeds[m] for m in modes}, expected, pieces, FAST_MARGIN if fast else MARGIN,
         )  # fmt: skip
 
@@ -149,6 +163,21 @@ class Switch:
         key = (name, numel * dtype.itemsize, dtype, mode)
         measured = "measured" if self._ratios(*key) else "assumed, none measured yet"
         return f"{explain_text(self.expected(*key))}\nRatios: {measured}."
+
+
+def _with_nodes(flat: Link, channel: Channel, agree: link.Agree) -> Link:
+    """Adds what reductions by nodes take, where the group has them. Collective."""
+    found = tree(channel.comm, channel)
+    if found is None or found.channel is None:
+        return flat
+    num_local, num_nodes = len(found.columns), len(found.columns[0])
+    inside = link.backend_run(found.inside, found.local, num_local, channel.device)
+    between = link.backend_run(found.channel.backend, found.node, num_nodes, channel.device)
+    costs = {
+        LOCAL: link.measure(inside, agree, num_local, 1, ["reduce_scatter"]).costs["reduce_scatter"],
+        CROSS: link.measure(between, agree, num_nodes, num_nodes, ["all_to_all"]).costs["all_to_all"],
+    }
+    return Link(flat.world, num_nodes, {**flat.costs, **costs})
 
 
 def _least_seconds(channel: Channel) -> float:
