@@ -58,6 +58,14 @@ def test_accelerate() -> None:
     same_parameters(run(*launch, "examples/train_accelerate.py"))
 
 
+def test_fsdp() -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    output = run(*launch, "examples/train_fsdp.py")
+    same_parameters(output)
+    ratio = re.search(r"reduce_scatter_tensor .* (\d\.\d+)  dense", output)
+    assert ratio and float(ratio.group(1)) > 2.5
+
+
 def test_slow_link_says_what_is_missing(tmp_path: Path) -> None:
     """Without iproute2 on the path: one line, status 2."""
     done = subprocess.run(

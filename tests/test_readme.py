@@ -22,7 +22,7 @@ model = torch.nn.Linear(4, 4)
 
 def test_python_blocks_run(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     script = tmp_path / "readme.py"
     script.write_text(PREAMBLE + "\n".join(blocks) + "\nwork.wait()\ndist.destroy_process_group()\n")
     done = subprocess.run([sys.executable, script, tmp_path / "store"], capture_output=True, text=True)

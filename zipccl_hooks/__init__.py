@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from . import collectives
 from .codec import decode, encode
 from .config import Policy
@@ -9,11 +11,18 @@ from .counters import reset_stats, stats
 from .ddp import ZipState, zipccl_hook
 from .switch import explain
 
+if TYPE_CHECKING:
+    from .fsdp import ZipAllGather, ZipMixedPrecisionPolicy, ZipReduceScatter, apply
+
 __version__ = "0.1.0"
 
 __all__ = [
     "Policy",
+    "ZipAllGather",
+    "ZipMixedPrecisionPolicy",
+    "ZipReduceScatter",
     "ZipState",
+    "apply",
     "collectives",
     "decode",
     "encode",
@@ -22,3 +31,14 @@ __all__ = [
     "stats",
     "zipccl_hook",
 ]
+
+_FSDP = ("ZipAllGather", "ZipMixedPrecisionPolicy", "ZipReduceScatter", "apply")
+
+
+def __getattr__(name: str) -> Any:
+    """FSDP2's names on first use: importing torch.distributed.fsdp takes half a second."""
+    if name in _FSDP:
+        from . import fsdp
+
+        return getattr(fsdp, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
