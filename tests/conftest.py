@@ -59,40 +59,37 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "np", _PoisonedNumpy())
 
 
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
+def _pool(**options: Any) -> Iterator[Ranks]:
+    pool = Ranks(**options)
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    yield from _pool()
 
 
 @pytest.fixture(scope="session")
 def staged_ranks() -> Iterator[Ranks]:
     """Ranks that may share a GPU: see tests/staged.py."""
-    pool = Ranks(largest=4)
-    yield pool
-    pool.stop()
+    yield from _pool(largest=4)
 
 
 @pytest.fixture(scope="session")
 def emulated_ranks() -> Iterator[Ranks]:
     """Ranks whose CUDA is emulated: see tests/emulated.py."""
-    pool = Ranks(largest=5)
-    yield pool
-    pool.stop()
+    yield from _pool(largest=5)
 
 
 @pytest.fixture(scope="session")
 def emulated_4_ranks() -> Iterator[Ranks]:
-    pool = Ranks(largest=4)
-    yield pool
-    pool.stop()
+    """As many as two nodes of two have."""
+    yield from _pool(largest=4)
 
 
 @pytest.fixture(scope="session")
 def nccl_ranks() -> Iterator[Ranks]:
     if torch.cuda.device_count() < 2:
         pytest.skip("fewer than two CUDA devices")
-    pool = Ranks(largest=2, backend="nccl")
-    yield pool
-    pool.stop()
+    yield from _pool(largest=2, backend="nccl")

@@ -36,20 +36,9 @@ from .dispatch import engine, equal_parts, exchange_all, exchange_sum, flatten, 
 from .eligible import decline_reason, resolve_group, scale_of
 from .exchange import Call
 from .format import TILE, align
-from .rooted import broadcast, gather, scatter
-
-__all__ = [
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "gather",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-]
+from .rooted import broadcast as broadcast
+from .rooted import gather as gather
+from .rooted import scatter as scatter
 
 Group = dist.ProcessGroup
 

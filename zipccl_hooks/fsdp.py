@@ -74,7 +74,7 @@ class ZipReduceScatter(_Zip, ReduceScatter):
 class ZipMixedPrecisionPolicy(MixedPrecisionPolicy):
     """MixedPrecisionPolicy for ``fully_shard(model, mp_policy=...)`` that compresses as well.
 
-    ``policy`` says how (None: the environment's); ``compress_params`` and ``compress_grads`` whether the
+    ``policy`` says how (None: ``Policy()``); ``compress_params`` and ``compress_grads`` whether the
     gathers of parameters and the scatters of gradients are.
     """
 
@@ -127,7 +127,7 @@ def apply(
 
     Args:
         model: itself, or modules in it, sharded by ``fully_shard``.
-        policy: how; None: the environment's.
+        policy: how; None: ``Policy()``.
         compress_params: whether all-gathers of parameters are compressed.
         compress_grads: whether reduce-scatters of gradients are.
 
