@@ -242,6 +242,9 @@ def memory(group: dist.ProcessGroup) -> None:
     """Buffers hold two pieces in each direction and a dynamic part, however large the tensor."""
     rank, size = group.rank(), group.size()
     found = channel.channel(group, gpu(torch.empty(0)).device)
+    torch.cuda.synchronize()
+    found._buffers.clear()  # of what other tests exchanged in this group
+    found.generation += 1
     held = []
     for pieces in (2, 40):
         numel = pieces * 16384 + 5
