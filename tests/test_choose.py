@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -372,3 +375,11 @@ def test_an_exchange_takes_the_host_its_time() -> None:
     assert small.pieces == (1,) and small.seconds == 5e-4
     assert many.pieces == (4,) and many.seconds == pytest.approx(5e-4 + 3 * 2e-4)
     assert fast(MIB, 1e8, slow).seconds == fast(MIB, 1e8, free).seconds > 5e-4
+
+
+def test_the_page_shows_what_the_program_prints() -> None:
+    root = Path(__file__).parent.parent
+    printed = subprocess.run(
+        [sys.executable, "-m", "zipccl_hooks.scale"], capture_output=True, text=True, cwd=root, check=True
+    ).stdout
+    assert f"```\n{printed}```" in (root / "docs" / "scale.md").read_text()
