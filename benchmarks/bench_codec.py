@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from zipccl_hooks import ops
-from zipccl_hooks.codec import decode, read_header
-from zipccl_hooks.format import Mode
+from zipccl_hooks.codec import decode
+from zipccl_hooks.format import Header, Mode
 
 TENSOR_BYTES = 16 << 20
 ROUNDS = 9
@@ -78,7 +78,7 @@ def zipccl(mode: Mode, x: Tensor, out: Tensor) -> Codec:
 
     def encode() -> Tensor:
         ops.encode_out(x, mode, payload=buffer)
-        return buffer[: read_header(buffer).payload_bytes]
+        return buffer[: Header.read(buffer).payload_bytes]
 
     return Codec(encode, lambda payload: decode(payload, out=out))
 

@@ -29,9 +29,8 @@ from real_gradients import tiled_gradients
 from torch import Tensor
 
 from zipccl_hooks import ops
-from zipccl_hooks.codec import read_header
 from zipccl_hooks.cuda import launch
-from zipccl_hooks.format import Mode
+from zipccl_hooks.format import Header, Mode
 
 MODES = (Mode.FAST, Mode.DENSE)
 # MiB. All of them for bf16 alone, so that the whole run stays under four minutes on an H200.
@@ -194,7 +193,7 @@ class Zipccl(Codec):
         ops.decode_out(encoded, wire_mode=self.mode, out=out)
 
     def encoded_bytes(self, encoded: Tensor) -> int:
-        return read_header(encoded).payload_bytes
+        return Header.read(encoded).payload_bytes
 
 
 def wrong_bytes(found: Tensor, expected: Tensor) -> int:

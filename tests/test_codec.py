@@ -14,7 +14,7 @@ from corpus import CODED, STORED, bits, corpus, from_bits, gaussian, known, name
 
 import zipccl_hooks
 from zipccl_hooks import codec, ops, reference
-from zipccl_hooks.codec import decode, encode, read_header
+from zipccl_hooks.codec import decode, encode
 from zipccl_hooks.errors import CorruptPayload, FormatMismatch, ZipcclError
 from zipccl_hooks.format import DTYPES, HEADER_BYTES, Header, Mode
 
@@ -62,7 +62,7 @@ def test_payload_without_checksum_is_decoded(dtype: torch.dtype, mode: Mode) -> 
     """What the operators write, cut to its size: flat."""
     x = tensor(gaussian, dtype, 5 * 1031)
     payload = ops.encode(x, mode)
-    header = read_header(payload)
+    header = Header.read(payload)
     assert header.checksum is None
     assert equal(decode(payload[: header.payload_bytes]), x)
 
@@ -81,7 +81,7 @@ def test_other_dtypes_are_stored(dtype: torch.dtype, mode: str) -> None:
     """In every mode: a tree of tensors may be encoded with one mode."""
     x = tensor(random_bits, dtype, 33)
     payload = encode(x, mode=mode)
-    assert read_header(payload).mode == Mode.RAW
+    assert Header.read(payload).mode == Mode.RAW
     assert payload[HEADER_BYTES:].numpy().tobytes() == bits(x).tobytes()
     assert payload.numpy().tobytes() == reference.encode(bits(x), known(dtype), Mode.RAW, (33,))
 
@@ -254,7 +254,7 @@ def test_foreign_version_names_both() -> None:
 @pytest.mark.parametrize("mode", ["fast", "dense"])
 def test_swapped_dtype_is_noticed(dtype: torch.dtype, mode: str) -> None:
     payload = encode(tensor(gaussian, dtype, 9 * 1024 + 5), mode=mode)
-    assert read_header(payload).mode != Mode.RAW
+    assert Header.read(payload).mode != Mode.RAW
     for other in DTYPES.values():
         if other != known(dtype):
             payload[6] = other.code
@@ -284,7 +284,7 @@ def padding(payload: torch.Tensor) -> set[int]:
 
     Of the header only what follows the dimensions: unused ones, and an unused checksum, are checked to be 0.
     """
-    header = read_header(payload)
+    header = Header.read(payload)
     lay, end = header.layout, payload.numel()
     tail = (lay.numel - 1024) * lay.dtype.itemsize
     return {
@@ -303,7 +303,7 @@ def test_every_flipped_bit_is_noticed(dtype: torch.dtype, mode: str, monkeypatch
     No damaged field makes decode allocate more than an intact payload of that size could need.
     """
     x, payload = small_payload(dtype, mode)
-    header = read_header(payload)
+    header = Header.read(payload)
     assert header.mode == Mode[mode.upper()] and header.dynamic_bytes > 8
     spare, largest, allocate = padding(payload), 0, torch.empty
 
@@ -343,7 +343,7 @@ def test_every_flipped_bit_without_checksum(dtype: torch.dtype, mode: str) -> No
     """
     x, _ = small_payload(dtype, mode)
     payload = ops.encode(x, Mode[mode.upper()])
-    header = read_header(payload)
+    header = Header.read(payload)
     assert header.checksum is None
     payload, lay = payload[: header.payload_bytes].clone(), header.layout
     expected, data, other, refused = bits(x), payload.numpy(), 0, 0
@@ -404,7 +404,7 @@ def test_damaged_top_is_noticed(dtype: torch.dtype, value: float, mode: str) -> 
     """All exponents of a tile change alike, so that in a linear checksum the differences can cancel."""
     x = torch.full((8192,), value).to(dtype)
     payload = encode(x, mode=mode)
-    assert read_header(payload).mode != Mode.RAW
+    assert Header.read(payload).mode != Mode.RAW
     for tile in range(4):
         for bit in range(known(dtype).exponent_bits):  # the field's other bits are shifted out
             damaged = payload.clone()
@@ -419,12 +419,12 @@ def test_flipped_dims_of_an_empty_tensor(shape: tuple[int, ...]) -> None:
     payload = encode(torch.empty(shape))
     plain = payload.clone()
     plain[24:30] = 0
-    assert read_header(plain) == replace(read_header(payload), checksum=None)
+    assert Header.read(plain) == replace(Header.read(payload), checksum=None)
     for bit in range(8 * 30, 8 * 96):
         for damaged in (payload.clone(), plain.clone()):
             damaged[bit // 8] ^= 1 << bit % 8
             with suppress(CorruptPayload):
-                assert decode(damaged).numel() == 0 and read_header(damaged).checksum is None
+                assert decode(damaged).numel() == 0 and Header.read(damaged).checksum is None
 
 
 def test_claims_beyond_the_payload_are_refused_before_allocating(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,7 @@ def test_static_size_does_not_depend_on_data(dtype: torch.dtype, mode: Mode) -> 
     seen = set()
     for x in corpus(dtype, lay.numel).values():
         payload = ops.encode(x, mode)
-        header = codec.read_header(payload)
+        header = Header.read(payload)
         assert header.layout == lay
         assert header.payload_bytes == lay.static_bytes + header.dynamic_bytes <= lay.max_bytes
         assert not payload[header.payload_bytes :].any()
@@ -214,7 +214,7 @@ def test_largest_payload_is_reached(dtype: torch.dtype, mode: Mode, numel: int) 
     """Random bits: every tile RAW, and in fp32 all 16 low bits as planes."""
     x = tensor(random_bits, dtype, numel)
     lay = layout(numel, known(dtype), mode)
-    assert codec.read_header(ops.encode(x, mode)).payload_bytes == lay.max_bytes
+    assert Header.read(ops.encode(x, mode)).payload_bytes == lay.max_bytes
 
 
 @pytest.mark.parametrize("dtype", CODED, ids=name_of)

@@ -16,9 +16,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from zipccl_hooks import ops, reference
-from zipccl_hooks.codec import read_header
 from zipccl_hooks.errors import CorruptPayload, FormatMismatch
-from zipccl_hooks.format import Mode, layout
+from zipccl_hooks.format import Header, Mode, layout
 
 # torch.compile of a test triggers torch's own warning about torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -81,7 +80,7 @@ def test_encode_writes_the_payload_and_nothing_else(dtype: torch.dtype, mode: Mo
         for payload in (buffer, buffer[: len(expected)], buffer.view(1, -1)):
             assert np.array_equal(bits(ops.decode(payload, x.numel(), dtype)), bits(x)), name
         assert int(ops.checksum(x)) == reference.checksum(bits(x).tobytes())
-        assert read_header(buffer).checksum is None
+        assert Header.read(buffer).checksum is None
 
 
 def test_calls_from_many_threads() -> None:

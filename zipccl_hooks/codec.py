@@ -25,21 +25,16 @@ def resolve_mode(mode: str, dtype: torch.dtype) -> Mode:
     return Mode.DENSE if mode == "auto" else Mode[mode.upper()]
 
 
-def read_header(payload: Tensor) -> Header:
-    """Header of a payload or of a longer buffer that starts with one; CorruptPayload, FormatMismatch."""
-    return Header.unpack(payload[:HEADER_BYTES].cpu().numpy().tobytes(), payload.numel())
-
-
 def encode_into(x: Tensor, mode: Mode, payload: Tensor) -> Header:
     """Encodes ``x`` into a buffer of payload_capacity bytes; returns the header of what was written.
 
     Falls back to mode raw where coding does not shrink ``x``: at most its size plus the header is used.
     """
     ops.encode_out(x, mode, payload=payload)
-    header = read_header(payload)
+    header = Header.read(payload)
     if mode != Mode.RAW and header.payload_bytes >= max_encoded_bytes(header.numel, header.dtype):
         ops.encode_out(x, Mode.RAW, payload=payload)
-        header = read_header(payload)
+        header = Header.read(payload)
     return header
 
 
@@ -94,7 +89,7 @@ def decode(payload: Tensor, *, out: Tensor | None = None) -> Tensor:
         raise TypeError(f"payload: expected a torch.uint8 tensor, got {got}")
     if payload.dim() != 1:
         raise ValueError(f"payload: expected 1 dimension, got shape {tuple(payload.shape)}")
-    header = read_header(payload)
+    header = Header.read(payload)
     if header.payload_bytes != payload.numel():
         raise CorruptPayload(f"payload size: expected {header.payload_bytes} bytes, got {payload.numel()}")
     dtype = getattr(torch, header.dtype.name)

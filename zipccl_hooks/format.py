@@ -88,8 +88,12 @@ import enum
 import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from .errors import CorruptPayload, FormatMismatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VERSION = 1
 MAGIC = b"ZCCL"
@@ -317,6 +321,11 @@ class Header:
             MAGIC, VERSION, self.dtype.code, self.mode, self.numel, self.dynamic_bytes,
             self.checksum or 0, self.checksum is not None, len(self.shape), *dims,
         )  # fmt: skip
+
+    @classmethod
+    def read(cls, payload: Tensor) -> Header:
+        """The header of a payload, or of a longer flat buffer that starts with one; waits for its device."""
+        return cls.unpack(payload[:HEADER_BYTES].cpu().numpy().tobytes(), payload.numel())
 
     @classmethod
     def unpack(cls, payload: bytes, available_bytes: int) -> Header:

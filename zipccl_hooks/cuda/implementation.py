@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CorruptPayload, naming_peer
-from ..format import HEADER_BYTES, DType, Header, Layout, Mode, cached_layout
+from ..format import DType, Header, Layout, Mode, cached_layout
 from . import launch
 
 _HERE = nullcontext()
@@ -34,7 +34,7 @@ def decode_out(payload: Tensor, dtype: DType, wire_mode: int, out: Tensor) -> No
         if wire_mode >= 0:
             launch.decode(payload, cached_layout(out.numel(), dtype, Mode(wire_mode)), out)
             return
-        header = Header.unpack(payload[:HEADER_BYTES].cpu().numpy().tobytes(), payload.numel())
+        header = Header.read(payload)
         header.expect(dtype, out.numel())
         flag = torch.zeros(1, dtype=torch.int32, device=device)
         launch.decode(payload[: header.payload_bytes], header.layout, out, flag)
@@ -74,7 +74,7 @@ def decode_sum_out(
             term = source
             if source.dtype == torch.uint8:
                 with naming_peer(k):
-                    header = Header.unpack(source[:HEADER_BYTES].cpu().numpy().tobytes(), source.numel())
+                    header = Header.read(source)
                     header.expect(dtype, out.numel())
                     if mode in (Mode.RAW, header.mode) and header.mode != Mode.RAW:
                         mode = header.mode
