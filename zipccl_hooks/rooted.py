@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import Tensor
 
@@ -61,16 +59,27 @@ def broadcast(
     )  # fmt: skip
 
 
-def _check_rooted_list(name: str, tensors: Any, tensor: Tensor, at_root: bool, group: Group | None) -> None:
-    """A list of one tensor per rank, as large as ``tensor``, at the root; none elsewhere."""
-    if not at_root:
+def _root_of_list(
+    rank_name: str,
+    rank: int | None,
+    group_rank: int | None,
+    list_name: str,
+    tensors: list[Tensor] | None,
+    tensor: Tensor,
+    group: Group | None,
+) -> int:
+    """The root, rank 0 if none is given, once it alone is found to have a tensor per rank like ``tensor``."""
+    check_tensor("tensor", tensor)
+    root = _root(rank_name, 0 if rank is None and group_rank is None else rank, group_rank, group)
+    if group is None or group.rank() != root:
         if tensors:
-            raise ValueError(f"{name}: expected none but at the root, got {len(tensors)} tensors")
-        return
-    check_list(name, tensors or [], tensor, group)
+            raise ValueError(f"{list_name}: expected none but at the root, got {len(tensors)} tensors")
+        return root
+    check_list(list_name, tensors or [], tensor, group)
     for k, one in enumerate(tensors or []):
         if one.numel() != tensor.numel():
-            raise ValueError(f"{name}[{k}]: expected {tensor.numel()} elements, got {one.numel()}")
+            raise ValueError(f"{list_name}[{k}]: expected {tensor.numel()} elements, got {one.numel()}")
+    return root
 
 
 def scatter(
@@ -84,12 +93,7 @@ def scatter(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.scatter: ``scatter_list[i]`` of the root into rank i's ``tensor``."""
-    check_tensor("tensor", tensor)
-    resolved = resolve_group(group)
-    src = 0 if src is None and group_src is None else src
-    root = _root("src", src, group_src, resolved)
-    at_root = resolved is not None and resolved.rank() == root
-    _check_rooted_list("scatter_list", scatter_list, tensor, at_root, resolved)
+    root = _root_of_list("src", src, group_src, "scatter_list", scatter_list, tensor, resolve_group(group))
 
     def body(call: Call, flat: list[Tensor]) -> None:
         nothing = flat[0][:0]
@@ -114,12 +118,7 @@ def gather(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.gather: every rank's ``tensor`` into the root's ``gather_list``, by rank."""
-    check_tensor("tensor", tensor)
-    resolved = resolve_group(group)
-    dst = 0 if dst is None and group_dst is None else dst
-    root = _root("dst", dst, group_dst, resolved)
-    at_root = resolved is not None and resolved.rank() == root
-    _check_rooted_list("gather_list", gather_list, tensor, at_root, resolved)
+    root = _root_of_list("dst", dst, group_dst, "gather_list", gather_list, tensor, resolve_group(group))
 
     def body(call: Call, flat: list[Tensor]) -> None:
         x = flatten(tensor)
