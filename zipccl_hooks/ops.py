@@ -117,7 +117,10 @@ def decode_sum_out(
     PREMUL_SUM and in DDP, so that two ranks get their bits. ``out`` is contiguous float32, bfloat16 or
     float16, and may be one of the sources. The ``peer`` of a ZipcclError is the index of the source at fault.
     """
-    torch.ops.zipccl.decode_sum.out(list(sources), scale, accumulate=accumulate, wire_mode=wire_mode, out=out)
+    terms = list(sources)
+    if _plain_cuda(out):
+        return _decode_sum_out_cuda(terms, scale, accumulate=accumulate, wire_mode=wire_mode, out=out)
+    torch.ops.zipccl.decode_sum.out(terms, scale, accumulate=accumulate, wire_mode=wire_mode, out=out)
 
 
 def checksum(x: Tensor) -> Tensor:
