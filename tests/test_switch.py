@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zipccl_hooks import explain, link
+from zipccl_hooks import explain, link, nodes
 from zipccl_hooks import switch as switch_module
 from zipccl_hooks.channel import LAG
 from zipccl_hooks.choose import CROSS, KINDS, LOCAL, Cost, Link
@@ -121,14 +121,14 @@ def test_nodes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside the node with its ranks, between nodes with as many as there are; and only if there are any."""
     seen = []
 
-    def measure(run: object, agree: object, world: int, nodes: int, kinds: list[str]) -> Link:
-        seen.append((run, world, nodes, kinds))
-        return Link(world, nodes, {kinds[0]: Cost(world * 1e-6, 1e9)})
+    def measure(run: object, agree: object, world: int, num_nodes: int, kinds: list[str]) -> Link:
+        seen.append((run, world, num_nodes, kinds))
+        return Link(world, num_nodes, {kinds[0]: Cost(world * 1e-6, 1e9)})
 
     columns = [[0, 4], [1, 5], [2, 6], [3, 7]]
     between = SimpleNamespace(backend="between")
     tree = SimpleNamespace(columns=columns, inside="inside", local=2, node=1, channel=between)
-    monkeypatch.setattr(switch_module, "tree", lambda comm, channel: tree)
+    monkeypatch.setattr(nodes, "tree", lambda comm, channel: tree)
     monkeypatch.setattr(link, "backend_run", lambda *arguments: arguments[:3])
     monkeypatch.setattr(link, "measure", measure)
     flat = switch(1e9, 8).link
@@ -140,5 +140,5 @@ def test_nodes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         (("inside", 2, 4), 4, 1, ["reduce_scatter"]),
         (("between", 1, 2), 2, 2, ["all_to_all"]),
     ]
-    monkeypatch.setattr(switch_module, "tree", lambda comm, channel: None)
+    monkeypatch.setattr(nodes, "tree", lambda comm, channel: None)
     assert switch_module._with_nodes(flat, channel, max) is flat  # type: ignore[arg-type]

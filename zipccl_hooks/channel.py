@@ -48,6 +48,7 @@ LAG = 8  # calls of a kind whose rates are not looked at yet: so far may the hos
 RING = 256  # exchanges that may be under way
 STAGE = 256 * 1024  # bytes of a rest that are exchanged at a time, per peer and direction
 DONE, REQUEST, REPLY, CORRUPT = range(4)  # the control words
+NUM_CONTROL = 4
 WORDS = ENTRY_BYTES // 8  # of a table's entry: see Entry
 GLOO_TAG = 1  # of rests; the compressed collectives on CPU tensors use 0
 
@@ -127,11 +128,11 @@ class _Shared:
 
     def __init__(self, comm: Communicator) -> None:
         self.rank, self.size, self.backend, self.recorder = comm.rank, comm.size, comm.backend, comm.recorder
-        num_words = 4 + RING + 2 * comm.size + RING * comm.size * WORDS
+        cut = NUM_CONTROL, NUM_CONTROL + RING, NUM_CONTROL + RING + 2 * comm.size
+        num_words = cut[2] + RING * comm.size * WORDS
         self.pinned = torch.zeros(num_words, dtype=torch.int64).pin_memory()
         self.staging = torch.zeros(comm.size, 2, STAGE, dtype=torch.uint8).pin_memory()
         self.words: np.ndarray[Any, Any] = self.pinned.numpy()
-        cut = 4, 4 + RING, 4 + RING + 2 * comm.size
         self.rates = self.words[cut[0] : cut[1]]
         self.wants = self.words[cut[1] : cut[2]].reshape(comm.size, 2)
         self.tables = self.words[cut[2] :].reshape(RING, comm.size, WORDS)
@@ -210,8 +211,12 @@ class Channel:
         self._ready: torch.cuda.Stream | None = None  # the caller's, until the encoding stream waits for it
         self.generation = 0  # of the buffers
         self._shared = _Shared(comm)
-        self._words, self._staging = self._shared.pinned.data_ptr(), self._shared.staging.data_ptr()
-        self._tables = self._words + 8 * (4 + RING + 2 * comm.size)
+        # Addresses, for the kernels.
+        shared = self._shared
+        self._control, self._staging = shared.pinned.data_ptr(), shared.staging.data_ptr()
+        self._rates, self._wants, self._tables = (
+            part.ctypes.data for part in (shared.rates, shared.wants, shared.tables)
+        )
         self._thread = threading.Thread(target=self._shared.serve, name="zipccl-rests", daemon=True)
         self._thread.start()
 
@@ -314,8 +319,8 @@ class Channel:
         """Starts the kernel behind an exchange, on the current stream."""
         slot = exchange.number % RING
         launch.rest(
-            self.index, self.table(exchange), self.comm.size, self._words, self._words + 8 * (4 + slot),
-            self._words + 8 * (4 + RING), self._staging, STAGE, exchange.number, int(stamped),
+            self.index, self.table(exchange), self.comm.size, self._control, self._rates + 8 * slot,
+            self._wants, self._staging, STAGE, exchange.number, int(stamped),
         )  # fmt: skip
 
     def table(self, exchange: Exchange) -> int:

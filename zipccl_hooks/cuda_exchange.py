@@ -19,9 +19,9 @@ from . import exchange as host
 from .channel import Channel, Flow
 from .cuda import launch
 from .exchange import Call
-from .format import GROUP, TILE, Layout, cached_layout
+from .format import GROUP, TILE, Header, Layout, cached_layout
 from .ops import format_dtype
-from .plan import Numels, Parts, Plan, find_plan
+from .plan import Manner, Numels, Parts, Plan, find_plan
 
 # Bytes of all ranks' tensors in one piece, and of one rank's. Two H200, all-gather of bf16, over NCCL with
 # 32 / 64 / 128 MiB: through host memory 64 MiB 1.25 / 1.28 / 1.25, 256 MiB 1.30 / 1.37 / 1.35,
@@ -67,8 +67,8 @@ def _calibrate(call: Call, flow: Flow, plan: Plan) -> None:
     rate = 0
     for _, lay, payload in plan.encodings:
         if lay.num_tiles:
-            dynamic = int(payload[16:24].view(torch.int64).item())  # waits for the encoder
-            rate = max(rate, -(-16 * dynamic // lay.num_tiles))
+            dynamic_bytes = Header.read(payload).dynamic_bytes  # waits for the encoder
+            rate = max(rate, -(-16 * dynamic_bytes // lay.num_tiles))
 
     def ask() -> None:
         host.agree(call, *call.description)
@@ -97,16 +97,16 @@ def _exchange(
     """Exchanges payloads, step by step.
 
     ``sends(step)`` are the parts for the peers, ``numels(step)`` the elements that come from them, None for
-    this rank itself and where there is nothing. ``pattern``: "gather" (a rank's part goes to all), "pairs"
-    (each peer its own), "broadcast" (``root`` has a part, the others none). ``own(step)`` puts this rank's
-    own part in its place, while the exchange is under way.
+    this rank itself and where there is nothing. ``pattern`` and ``root`` are plan.Manner's. ``own(step)``
+    puts this rank's own part in its place, while the exchange is under way.
     """
     channel: Channel = call.channel
     encoding, exchanging, decoding = channel.encoding, channel.exchanging, channel.decoding
     size = call.comm.size
     flow = channel.flow((call.name, call.stage, call.dtype, call.mode, call.kind))
     channel.learn(flow)
-    plan = partial(find_plan, channel, flow, format_dtype(call.dtype), call.mode, pattern, root)
+    dtype = format_dtype(call.dtype)
+    plan = partial(find_plan, channel, flow, Manner(dtype, call.mode, pattern, root))
     stamped = pattern == "pairs" and size > 2
     if call.stage:  # it reads what the stage before decoded, not only what the caller wrote
         encoding.wait_stream(decoding)
@@ -144,7 +144,7 @@ def _exchange(
         call.sent_bytes += current.sent_bytes
         call.modes[call.mode.name.lower()] += len(current.encodings)
     flow.pending.append(exchanges)
-    call.ratios.append(flow.ratio(format_dtype(call.dtype), call.mode))
+    call.ratios.append(flow.ratio(dtype, call.mode))
 
 
 def all_gather(call: Call, x: Tensor, outs: Sequence[Tensor]) -> None:
@@ -157,7 +157,7 @@ def all_gather(call: Call, x: Tensor, outs: Sequence[Tensor]) -> None:
         return [None if peer == rank else part for peer in range(size)]
 
     def numels(k: int) -> Numels:
-        return [_left(out, k, step) or None if peer != rank else None for peer, out in enumerate(outs)]
+        return [None if peer == rank else _left(out, k, step) or None for peer, out in enumerate(outs)]
 
     def consume(k: int, payloads: Parts, spills: list[int]) -> None:
         for peer, payload in enumerate(payloads):

@@ -18,7 +18,6 @@ from .counters import recorder
 from .cuda_work import enqueue
 from .eligible import decline_reason, resolve_group
 from .exchange import Call
-from .nodes import tree
 from .switch import switch
 
 
@@ -51,8 +50,9 @@ def run(
         return native()
     mode = resolve_mode(policy.mode, reference.dtype)
     found = channel(resolved, reference.device) if uses_streams(reference) else None
-    if found is not None and policy.adaptive:
-        chosen = switch(resolved, found).choose(name, num_bytes, reference.dtype, policy.mode)
+    chooser = switch(resolved, found) if found is not None and policy.adaptive else None
+    if chooser is not None:
+        chosen = chooser.choose(name, num_bytes, reference.dtype, policy.mode)
         if chosen is None:
             recorder(resolved).native(name, "faster so", sum(t.nbytes for t in inputs))
             return native()
@@ -72,8 +72,8 @@ def run(
         work = enqueue(
             call, lambda: body(call, flat), put_back, [*inputs, *outputs, *flat], outputs, async_op
         )
-        if policy.adaptive:
-            switch(resolved, found).learn(call, num_bytes, policy.mode)
+        if chooser is not None:
+            chooser.learn(call, num_bytes, policy.mode)
         return work
 
     def carry_out() -> None:
@@ -110,7 +110,7 @@ def exchange_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) ->
 def exchange_sum(call: Call, parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
     """``out``: the ranks' ``parts[own rank] * scale``, added; by nodes, where the group spans several."""
     one = engine(call)
-    found = tree(call.comm, call.channel) if call.dtype in nodes.DTYPES else None
+    found = nodes.tree(call.comm, call.channel) if call.dtype in nodes.DTYPES else None
     if found is None:
         one.reduce_scatter(call, parts, out, scale)
     else:

@@ -25,6 +25,20 @@ Parts = list[Tensor | None]  # by peer; None: nothing goes to it, or comes
 Numels = list[int | None]  # likewise
 
 
+@dataclass(frozen=True)
+class Manner:
+    """What all exchanges of one flow have in common.
+
+    ``pattern``: "gather" (a rank's part goes to all), "pairs" (each peer its own), "broadcast" (``root`` has
+    a part, the others none).
+    """
+
+    dtype: DType
+    mode: Mode
+    pattern: str
+    root: int
+
+
 @dataclass
 class Plan:
     """One exchange, with a turn's buffers; valid for a rate and a generation of the channel's buffers."""
@@ -49,10 +63,7 @@ class Plan:
 def find_plan(
     channel: Channel,
     flow: Flow,
-    dtype: DType,
-    mode: Mode,
-    pattern: str,
-    root: int,
+    manner: Manner,
     out_numels: Numels,
     in_numels: Numels,
     turn: int,
@@ -61,7 +72,7 @@ def find_plan(
     key = (turn, *out_numels, *in_numels)
     plan = flow.plans.get(key)
     if plan is None or plan.rate != flow.rate or plan.generation != channel.generation:
-        plan = _make(channel, flow, dtype, mode, pattern, root, out_numels, in_numels, turn)
+        plan = _make(channel, flow, manner, out_numels, in_numels, turn)
         if len(flow.plans) >= MAX_PLANS:
             flow.plans.clear()
         flow.plans[key] = plan
@@ -71,15 +82,13 @@ def find_plan(
 def _make(
     channel: Channel,
     flow: Flow,
-    dtype: DType,
-    mode: Mode,
-    pattern: str,
-    root: int,
+    manner: Manner,
     out_numels: Numels,
     in_numels: Numels,
     turn: int,
 ) -> Plan:
     size, rank = channel.comm.size, channel.comm.rank
+    dtype, mode, pattern, root = manner.dtype, manner.mode, manner.pattern, manner.root
     out_layouts = [None if numel is None else cached_layout(numel, dtype, mode) for numel in out_numels]
     in_layouts = [None if numel is None else cached_layout(numel, dtype, mode) for numel in in_numels]
     out_bytes = [flow.room(lay) if lay else 0 for lay in out_layouts]

@@ -7,8 +7,8 @@ its calls needed. The choice is looked at again every REVIEW calls of the kind. 
 little it becomes the plain collective, and every RETRY calls a few calls are tried compressed again.
 
 All of this is equal on all ranks, as they make the same calls: the measurements and the rates are agreed,
-and everything else counts calls. all_to_all, of whose sizes no rank knows all, is decided for all its
-calls alike, as for NOMINAL_BYTES.
+and everything else counts calls. Calls of whose sizes no rank knows all (all_to_all with split sizes or
+lists) are decided alike, as for NOMINAL_BYTES.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from .codec import resolve_mode
 from .eligible import resolve_group
 from .exchange import Call
 from .format import Mode
-from .nodes import tree
 from .ops import format_dtype
 
 logger = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class Switch:
         pieces = Pieces(
             received, received, least_seconds=self.least_seconds, least_piece_seconds=self.least_seconds / 2
         )
-        fast = KIND[name] in self.link.costs and self.link.costs[KIND[name]].bandwidth > FAST_LINK
+        fast = self.link.costs[KIND[name]].bandwidth > FAST_LINK
         return predict(
             KIND[name], NOMINAL_BYTES if num_bytes is None else num_bytes, known.itemsize,
             self.link if dtype in nodes.DTYPES else self.flat,
@@ -167,7 +166,7 @@ class Switch:
 
 def _with_nodes(flat: Link, channel: Channel, agree: link.Agree) -> Link:
     """Adds what reductions by nodes take, where the group has them. Collective."""
-    found = tree(channel.comm, channel)
+    found = nodes.tree(channel.comm, channel)
     if found is None or found.channel is None:
         return flat
     num_local, num_nodes = len(found.columns), len(found.columns[0])
