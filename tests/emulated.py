@@ -7,8 +7,11 @@ read the same tables, at the same addresses, as on a device.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import os
+import tempfile
 import time
 from typing import Any
 
@@ -16,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zipccl_hooks import channel, cpu, dispatch, eligible, ops
-from zipccl_hooks.cuda import ENTRY_BYTES, MOVED, STAMP, launch
+from zipccl_hooks import cpu, dispatch, eligible, ops, rests
+from zipccl_hooks.cuda import ENTRY_BYTES, MOVED, STAMP, ipc, launch
 from zipccl_hooks.format import HEADER_BYTES, Layout
 
 
@@ -121,15 +124,64 @@ def rest(
                 size = int(parts[k, 0])
                 _bytes(staging + 2 * k * stage, size)[:] = _bytes(row[0] + row[2] + done, size)
             request = number << 16 | turn + 1
-            words[channel.REQUEST] = request
-            while (reply := int(words[channel.REPLY])) != request:
+            words[rests.REQUEST] = request
+            while (reply := int(words[rests.REPLY])) != request:
                 assert reply >= 0
                 time.sleep(0.0005)
             for k, row in enumerate(rows):
                 size, had = int(parts[k, 1]), row[6] - row[5]
                 _bytes(row[8] + had + done, size)[:] = _bytes(staging + (2 * k + 1) * stage, size)
     _words(rate_word, 1)[0] = max(rates)
-    words[channel.DONE] = number
+    words[rests.DONE] = number
+
+
+class WordOperations:
+    """cuda/ipc.py's, carried out at once."""
+
+    def __init__(self, writes: list[int], waits: list[int]) -> None:
+        self._writes, self._waits = writes, waits
+
+    def enqueue(self, number: int, stream: int) -> None:
+        for address in self._writes:
+            _bytes(address, 4).view(np.uint32)[0] = number
+        deadline = time.monotonic() + 30
+        for address in self._waits:
+            word = _bytes(address, 4).view(np.int32)
+            while int(word[0]) - number < 0:
+                assert time.monotonic() < deadline, f"word {int(word[0])} does not reach {number}"
+                time.sleep(0.0001)
+
+
+_mapped: list[Tensor] = []  # kept for good, as ipc.py keeps them
+_files: dict[int, str] = {}
+
+
+def _map(path: str, num_bytes: int) -> Tensor:
+    _mapped.append(torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8))
+    return _mapped[-1]
+
+
+def ipc_allocate(num_bytes: int, device: Any) -> Tensor:
+    descriptor, path = tempfile.mkstemp(prefix="zipccl-")
+    atexit.register(os.unlink, path)
+    os.ftruncate(descriptor, num_bytes)
+    os.close(descriptor)
+    memory = _map(path, num_bytes)
+    _files[memory.data_ptr()] = path
+    return memory
+
+
+def ipc_export(memory: Tensor) -> bytes:
+    return _files[memory.data_ptr()].encode().ljust(ipc.HANDLE_BYTES, b"\0")
+
+
+def ipc_attach(handle: bytes, device: Any) -> int:
+    path = handle.rstrip(b"\0").decode()
+    return _map(path, os.path.getsize(path)).data_ptr()
+
+
+def ipc_copy(target: int, source: int, num_bytes: int, stream: int) -> None:
+    ctypes.memmove(target, source, num_bytes)
 
 
 def install() -> None:
@@ -141,11 +193,15 @@ def install() -> None:
     core: Any = torch._C
     core._cuda_setStream = lambda **stream: None
     core._cuda_getDevice = lambda: None
+    core._cuda_getCurrentRawStream = lambda index: 0
     core._cuda_getCurrentStream = lambda index: (0, 0, 0)
     tensor: Any = torch.Tensor
     tensor.pin_memory = lambda self: self
     tensor.record_stream = lambda self, stream: None
     for function in (encode, decode, decode_sum, stamp, rest):
         setattr(launch, function.__name__, function)
+    for function in (ipc_allocate, ipc_export, ipc_attach, ipc_copy):
+        setattr(ipc, function.__name__.removeprefix("ipc_"), function)
+    ipc.WordOperations = WordOperations
     dispatch.uses_streams = lambda x: True
     eligible.BACKENDS = {"cpu": "gloo"}

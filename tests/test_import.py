@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module imports only from those left of it; cuda stands for all files of that folder.
 ORDER = (
     "errors", "config", "format", "theory", "reference", "_cpu_kernels", "cpu", "cuda", "ops", "codec",
-    "counters", "choose", "scale", "link", "communicator", "channel", "symmetric", "exchange", "plan",
+    "counters", "choose", "scale", "link", "communicator", "peers", "rests", "channel", "exchange", "plan",
     "nodes", "cuda_exchange", "cuda_work", "eligible", "switch", "arguments", "dispatch", "rooted",
     "collectives", "c10d", "compile", "ddp", "dtensor", "fsdp", "bench", "__init__", "__main__",
 )  # fmt: skip

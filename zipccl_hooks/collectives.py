@@ -258,12 +258,13 @@ def all_to_all_single(
             async_op,
         )
 
-    def body(call: Call, flat: list[Tensor]) -> None:
-        exchange_all(call, flatten(input).split(sends), flat[0].split(expects))
-
     # Without split sizes every rank's tensor is as large.
     even = output_split_sizes is None and input_split_sizes is None
     num_bytes = input.nbytes if even else None
+
+    def body(call: Call, flat: list[Tensor]) -> None:
+        exchange_all(call, flatten(input).split(sends), flat[0].split(expects), sends[0] if even else None)
+
     return run("all_to_all_single", native, body, [input], [output], num_bytes, group, async_op, policy)
 
 

@@ -52,6 +52,10 @@ def _left(tensor: Tensor, k: int, step: int) -> int:
     return min(max(tensor.numel() - k * step, 0), step)
 
 
+def _steps(longest: int, step: int) -> int:
+    return max(1, -(-longest // step))
+
+
 def piece_bytes(world: int) -> int:
     """Bytes of one rank's piece."""
     return max(PIECES_BYTES // world, MIN_PIECE_BYTES)
@@ -91,14 +95,15 @@ def _exchange(
     sends: Callable[[int], Parts],
     numels: Callable[[int], Numels],
     consume: Consume,
+    longest: int | None,
     root: int = -1,
     own: Callable[[int], None] | None = None,
 ) -> None:
     """Exchanges payloads, step by step.
 
     ``sends(step)`` are the parts for the peers, ``numels(step)`` the elements that come from them, None for
-    this rank itself and where there is nothing. ``pattern`` and ``root`` are plan.Manner's. ``own(step)``
-    puts this rank's own part in its place, while the exchange is under way.
+    this rank itself and where there is nothing. ``pattern``, ``longest`` and ``root`` are plan.Manner's.
+    ``own(step)`` puts this rank's own part in its place, while the exchange is under way.
     """
     channel: Channel = call.channel
     encoding, exchanging, decoding = channel.encoding, channel.exchanging, channel.decoding
@@ -106,7 +111,7 @@ def _exchange(
     flow = channel.flow((call.name, call.stage, call.dtype, call.mode, call.kind))
     channel.learn(flow)
     dtype = format_dtype(call.dtype)
-    plan = partial(find_plan, channel, flow, Manner(dtype, call.mode, pattern, root))
+    plan = partial(find_plan, channel, flow, Manner(dtype, call.mode, pattern, root, longest))
     stamped = pattern == "pairs" and size > 2
     if call.stage:  # it reads what the stage before decoded, not only what the caller wrote
         encoding.wait_stream(decoding)
@@ -139,7 +144,7 @@ def _exchange(
         channel.rest(started, stamped)
         with _record("zipccl::decode"):
             consume(step, current.received, current.spills)
-        channel.end_turn(turn)
+        channel.end_turn(turn, current.peers)
         call.raw_bytes += current.raw_bytes
         call.sent_bytes += current.sent_bytes
         call.modes[call.mode.name.lower()] += len(current.encodings)
@@ -168,9 +173,12 @@ def all_gather(call: Call, x: Tensor, outs: Sequence[Tensor]) -> None:
     def own(k: int) -> None:
         _cut(outs[rank], k, step).copy_(_cut(x, k, step))
 
-    steps = max(1, -(-max(call.kind) // step))
+    longest = max(call.kind)
     in_place = outs[rank].data_ptr() == x.data_ptr()
-    _exchange(call, "gather", steps, sends, numels, consume, own=None if in_place else own)
+    _exchange(
+        call, "gather", _steps(longest, step), sends, numels, consume, min(longest, step),
+        own=None if in_place else own,
+    )  # fmt: skip
 
 
 def _pairs(
@@ -179,11 +187,13 @@ def _pairs(
     outs: Sequence[Tensor],
     step: int,
     longest: int,
+    known: bool,
     consume: Consume,
     own: Callable[[int], None] | None = None,
 ) -> None:
     """Sends ``parts[i]`` to rank i; ``outs[i]`` is as long as what comes from there.
 
+    ``longest`` is the longest of these on any rank if ``known``, else on this one, and ``step`` no shorter.
     With more than two ranks each sends to each other in every step, if only a header: the stamp in it tells
     the rate that all must know.
     """
@@ -199,7 +209,8 @@ def _pairs(
         lefts: Numels = [_left(out, k, step) for out in outs]
         return [None if peer == rank or not (n or size > 2) else n for peer, n in enumerate(lefts)]
 
-    _exchange(call, "pairs", max(1, -(-longest // step)), sends, numels, consume, own=own)
+    most = min(longest, step) if known else None
+    _exchange(call, "pairs", _steps(longest, step), sends, numels, consume, most, own=own)
 
 
 def reduce_scatter(call: Call, parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
@@ -215,18 +226,21 @@ def reduce_scatter(call: Call, parts: Sequence[Tensor], out: Tensor, scale: floa
             launch.decode_sum(sources, _layout(call, target.numel()), scale, target, spills=spills)
 
     # Every rank knows all sizes, so all take as many steps as the longest part needs.
-    _pairs(call, parts, [out] * size, step, max(call.kind), consume)
+    _pairs(call, parts, [out] * size, step, max(call.kind), True, consume)
 
 
 def all_to_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
     """Sends ``parts[i]``, flat, to rank i, whose own for this rank comes into ``outs[i]``.
 
-    With more than two ranks in one piece: no rank knows how long the others' longest part is.
+    In one piece where more than two ranks have parts and ``call.kind`` does not tell how long the longest is.
     """
     rank, size = call.comm.rank, call.comm.size
     longest = max(t.numel() for peer in range(size) if peer != rank for t in (parts[peer], outs[peer]))
-    step = piece(call) if size == 2 else max(longest, 1)
-    call.kind = ()
+    if size == 2 or call.kind:
+        call.kind = call.kind or (longest,)
+        (longest,), step = call.kind, piece(call)
+    else:
+        step = max(longest, 1)
 
     def consume(k: int, payloads: Parts, spills: list[int]) -> None:
         for peer, payload in enumerate(payloads):
@@ -238,7 +252,7 @@ def all_to_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> N
         if k == 0:
             outs[rank].copy_(parts[rank])
 
-    _pairs(call, parts, outs, step, longest, consume, own)
+    _pairs(call, parts, outs, step, longest, bool(call.kind), consume, own)
 
 
 def broadcast(call: Call, x: Tensor, root: int) -> None:
@@ -259,4 +273,4 @@ def broadcast(call: Call, x: Tensor, root: int) -> None:
             out = _cut(x, k, step)
             launch.decode(payload, _layout(call, out.numel()), out, None, spills[root])
 
-    _exchange(call, "broadcast", max(1, -(-x.numel() // step)), sends, numels, consume, root)
+    _exchange(call, "broadcast", _steps(x.numel(), step), sends, numels, consume, min(x.numel(), step), root)

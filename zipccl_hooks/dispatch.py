@@ -101,8 +101,15 @@ def equal_parts(flat: Tensor, size: int) -> list[Tensor]:
     return list(flat.view(size, -1)) if flat.numel() else [flat] * size
 
 
-def exchange_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Flat ``parts[i]`` to rank i, what comes from there into ``outs[i]``."""
+def exchange_all(
+    call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor], longest: int | None = None
+) -> None:
+    """Flat ``parts[i]`` to rank i, what comes from there into ``outs[i]``.
+
+    ``longest``: elements of the longest part of any rank, if all ranks know that without being told.
+    """
+    if longest is not None:
+        call.kind = (longest,)
     engine(call).agree(call, 0.0, [len(p) for p in parts], [len(o) for o in outs])
     engine(call).all_to_all(call, parts, outs)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import ops
-from .choose import KINDS, MIB, PAIRWISE, CodecSpeed, Cost, Link
+from .choose import KINDS, MIB, PAIRWISE, PEERS, CodecSpeed, Cost, Link
 from .format import Mode
 
 # Bytes of everyone's tensors together in a gather or scatter, of the tensor otherwise: from where latency
@@ -52,7 +52,7 @@ def fit(samples: Sequence[tuple[float, float]]) -> Cost:
 
 def _parts(kind: str, world: int) -> int:
     """How many ranks' parts of a tensor the bytes of a call count."""
-    return {"all_gather": 1, "reduce_scatter": 1, PAIRWISE: world - 1}.get(kind, world)
+    return {"all_gather": 1, "reduce_scatter": 1, PAIRWISE: world - 1, PEERS: world - 1}.get(kind, world)
 
 
 def measure(

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .channel import Channel, Entry, Flow
+from .channel import Channel, Flow
 from .cuda import launch
 from .format import DType, Layout, Mode, align, cached_layout
+from .peers import Peers
+from .rests import Entry
 
 MAX_PLANS = 256  # kept for a kind of call: an all_to_all may have other splits each time
 
@@ -30,13 +32,15 @@ class Manner:
     """What all exchanges of one flow have in common.
 
     ``pattern``: "gather" (a rank's part goes to all), "pairs" (each peer its own), "broadcast" (``root`` has
-    a part, the others none).
+    a part, the others none). ``longest``: elements of the longest part that any rank sends in a step; None
+    where that is not known to all, and payloads must travel over the backend.
     """
 
     dtype: DType
     mode: Mode
     pattern: str
     root: int
+    longest: int | None
 
 
 @dataclass
@@ -49,7 +53,8 @@ class Plan:
     received: Parts  # payloads that come, by peer
     spills: list[int]  # addresses
     table: np.ndarray[Any, Any]
-    communicate: Callable[[], object]  # starts the group's own collective on the current stream
+    communicate: Callable[[], object]  # starts the exchange on the current stream
+    peers: Peers | None  # whose copies that are; None: the group's own collective
     raw_bytes: int  # of the tensors sent
     sent_bytes: int
 
@@ -93,19 +98,23 @@ def _make(
     in_layouts = [None if numel is None else cached_layout(numel, dtype, mode) for numel in in_numels]
     out_bytes = [flow.room(lay) if lay else 0 for lay in out_layouts]
     in_bytes = [flow.room(lay) if lay else 0 for lay in in_layouts]
-    if pattern == "pairs" and size == 2 and _alike(out_bytes, in_bytes):
-        pattern = "gather"
-    if pattern == "gather":
-        out_bytes = in_bytes = [max(out_bytes + in_bytes)] * size
-    # Room never exceeds the largest payload, on 128 bytes. Where all peers get the same payload there is one
-    # slot, in a gather as large as the others'.
+    peers = None
+    if manner.longest is not None:
+        peers = channel.reserve(flow.room(cached_layout(manner.longest, dtype, mode)))
+    same = pattern != "pairs"  # all peers get the same payload
+    if peers is None:
+        if pattern == "pairs" and size == 2 and _alike(out_bytes, in_bytes):
+            pattern = "gather"
+        if pattern == "gather":
+            out_bytes = in_bytes = [max(out_bytes + in_bytes)] * size
+    # Room never exceeds the largest payload, on 128 bytes. A slot for all is as large as the others' slots.
     largest = [align(lay.max_bytes) if lay else 0 for lay in out_layouts]
-    if pattern != "pairs" or size == 2:
+    if same or size == 2:
         most = max(largest + [align(lay.max_bytes) for lay in in_layouts if lay])
         slots = channel.slots(f"send {turn}", [most]) * size
     else:
         slots = channel.slots(f"send {turn}", largest)
-    received = channel.slots(f"receive {turn}", in_bytes)
+    received = peers.received(turn, in_bytes) if peers else channel.slots(f"receive {turn}", in_bytes)
     spills = channel.slots("spill", [lay.max_dynamic_bytes if lay else 0 for lay in in_layouts])
     encodings = [(peer, lay, slots[peer]) for peer, lay in enumerate(out_layouts) if lay]
     entries = [Entry() for _ in range(size)]
@@ -117,7 +126,11 @@ def _make(
     sent_bytes = sum(out_bytes[peer] for peer, _, _ in encodings)
     raw_bytes = sum(lay.numel * dtype.itemsize for _, lay, _ in encodings)
     mine = encodings[0][2] if encodings else None
-    if pattern == "broadcast":
+    communicate: Callable[[], object]
+    if peers is not None:
+        sends = [(peer, payload[: out_bytes[peer]]) for peer, _, payload in encodings]
+        communicate = peers.exchange(turn, sends, [peer for peer, lay in enumerate(in_layouts) if lay])
+    elif pattern == "broadcast":
         communicate = _broadcast(channel, received[root] if mine is None else mine[: max(out_bytes)], root)
     elif pattern == "gather":
         # A rank without a part takes part: with what stands in its place of the buffer.
@@ -129,11 +142,12 @@ def _make(
     return Plan(
         flow.rate,
         channel.generation,
-        encodings[:1] if pattern in ("gather", "broadcast") else encodings,
+        encodings[:1] if same else encodings,
         [slot if lay else None for lay, slot in zip(in_layouts, received, strict=True)],
         [spill.data_ptr() for spill in spills],
         np.array([entry.row() for entry in entries]),
         communicate,
+        peers,
         raw_bytes,
         sent_bytes,
     )

@@ -98,7 +98,8 @@ def scatter(
     def body(call: Call, flat: list[Tensor]) -> None:
         nothing = flat[0][:0]
         parts = [flatten(t) for t in scatter_list or []] or [nothing] * call.comm.size
-        exchange_all(call, parts, [flat[0] if rank == root else nothing for rank in range(call.comm.size)])
+        outs = [flat[0] if rank == root else nothing for rank in range(call.comm.size)]
+        exchange_all(call, parts, outs, tensor.numel())
 
     return run(
         "scatter",
@@ -123,7 +124,7 @@ def gather(
     def body(call: Call, flat: list[Tensor]) -> None:
         x = flatten(tensor)
         parts = [x if rank == root else x[:0] for rank in range(call.comm.size)]
-        exchange_all(call, parts, flat or [x[:0]] * call.comm.size)
+        exchange_all(call, parts, flat or [x[:0]] * call.comm.size, tensor.numel())
 
     return run(
         "gather",

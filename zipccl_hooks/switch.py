@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from .choose import (
     CROSS,
     LOCAL,
     MARGIN,
+    MIB,
+    PEERS,
     Link,
     Pieces,
     Prediction,
@@ -66,6 +68,7 @@ FP32_RATIOS = {Mode.FAST: Ratio(2.87, 1.62), Mode.DENSE: Ratio(2.99, 1.65)}
 # ms: all_reduce bf16 4.0 / 4.3, its plain form 4.9 / 3.75; reduce_scatter of fp32 1.3 / 1.7. Through host
 # memory and sockets what is chosen takes within 10% of what is predicted from 64 MiB on.
 FAST_LINK, FAST_MARGIN = 100e9, 0.25
+PEERS_SIZES = (64 * 1024, MIB, 8 * MIB, 16 * MIB)  # bytes to all others, to measure copies among peers
 FLOOR_CALLS, FLOOR_NUMEL = 20, 8192  # to measure what a small exchange takes
 
 
@@ -84,8 +87,9 @@ class Switch:
 
     def __init__(self, channel: Channel, group: dist.ProcessGroup) -> None:
         device = channel.device
-        self.flat = link.measure_group(group, device)
         agree = link.native_agree(group, device)
+        self.backend = link.measure_group(group, device)
+        self.flat = _with_peers(self.backend, channel, agree)
         self.link = _with_nodes(self.flat, channel, agree)
         self.speeds = link.agree_codec(link.measure_codec(device), agree)
         (self.least_seconds,) = agree([_least_seconds(channel)])
@@ -105,6 +109,7 @@ class Switch:
         found, ratio = next(iter(ratios.items()), (Mode.DENSE, hoped[Mode.DENSE]))
         parts, sums = ratio.parts / hoped[found].parts, ratio.sums / hoped[found].sums
         expected = {m: Ratio(h.parts * parts, h.sums * sums) for m, h in hoped.items()} | ratios
+        unknown = num_bytes is None and self.link.world > 2  # then no copies among peers
         if num_bytes is not None and name in ("gather", "scatter"):
             num_bytes *= self.link.world
         received = cuda_exchange.piece_bytes(self.link.world) * (self.link.world - 1)
@@ -114,7 +119,7 @@ class Switch:
         fast = self.link.costs[KIND[name]].bandwidth > FAST_LINK
         return predict(
             KIND[name], NOMINAL_BYTES if num_bytes is None else num_bytes, known.itemsize,
-            self.link if dtype in nodes.DTYPES else self.flat,
+            self.backend if unknown else self.link if dtype in nodes.DTYPES else self.flat,
             {m: self.speeds[m] for m in modes}, expected, pieces, FAST_MARGIN if fast else MARGIN,
         )  # fmt: skip
 
@@ -162,6 +167,35 @@ class Switch:
         key = (name, numel * dtype.itemsize, dtype, mode)
         measured = "measured" if self._ratios(*key) else "assumed, none measured yet"
         return f"{explain_text(self.expected(*key))}\nRatios: {measured}."
+
+
+def _with_peers(flat: Link, channel: Channel, agree: link.Agree) -> Link:
+    """Adds what copies among peers take, where the channel has them. Collective.
+
+    Where they are no faster than the group's own all-gather, the channel does without.
+    """
+    found = channel.peers
+    if found is None or not found.reserve(max(PEERS_SIZES) // (flat.world - 1)):
+        return flat
+    source = torch.empty(found.region, dtype=torch.uint8, device=channel.device)
+
+    def run(kind: str, num_bytes: int) -> float:
+        part = source[: num_bytes // (flat.world - 1)]
+        others = [peer for peer in range(flat.world) if peer != channel.comm.rank]
+        start = found.exchange(0, [(peer, part) for peer in others], others)
+
+        def call() -> None:
+            start()
+            found.release(0)
+
+        return link.timed(call, channel.device)
+
+    cost = link.measure(run, agree, flat.world, 1, [PEERS], PEERS_SIZES).costs[PEERS]
+    largest, others = max(PEERS_SIZES), flat.world - 1
+    if cost.seconds(largest) > flat.costs["all_gather"].seconds(largest / others):
+        channel.drop_peers()
+        return flat
+    return replace(flat, costs={**flat.costs, PEERS: cost})
 
 
 def _with_nodes(flat: Link, channel: Channel, agree: link.Agree) -> Link:

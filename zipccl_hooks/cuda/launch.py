@@ -92,7 +92,7 @@ def compiled_ptx(kind: str, dtype_name: str, mode: Mode, capability: tuple[int, 
     return text
 
 
-def _checked(result: tuple[Any, ...]) -> Any:
+def checked(result: tuple[Any, ...]) -> Any:
     """The value of a driver call; RuntimeError with the driver's name of what failed."""
     from cuda.bindings import driver
 
@@ -118,8 +118,8 @@ def _function(kind: str, dtype_name: str, mode: Mode, device: int) -> Any:
     (entry,) = re.findall(r"\.visible \.entry (\w+)\(", text)
     with torch.cuda.device(device):
         torch.zeros(1, device=device)  # the driver loads into the context that torch has made
-        module = _checked(driver.cuModuleLoadData(text.encode() + b"\0"))
-        return _checked(driver.cuModuleGetFunction(module, entry.encode()))
+        module = checked(driver.cuModuleLoadData(text.encode() + b"\0"))
+        return checked(driver.cuModuleGetFunction(module, entry.encode()))
 
 
 class _Arguments(threading.local):
@@ -172,7 +172,7 @@ def _resident_blocks(function: Any, device: int) -> int:
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
-        a_processor = _checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, THREADS, 0))
+        a_processor = checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, THREADS, 0))
     return a_processor * torch.cuda.get_device_properties(device).multi_processor_count
 
 
