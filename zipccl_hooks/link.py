@@ -126,9 +126,9 @@ def backend_run(backend: Any, rank: int, size: int, device: torch.device) -> Run
     held: dict[str, Tensor] = {}
 
     def buffer(name: str, numel: int) -> Tensor:
-        # Written, and kept: touching fresh pages is no part of a transfer.
+        # Written, as data are, and kept: touching fresh pages is no part of a transfer.
         if name not in held or len(held[name]) < numel:
-            held[name] = torch.zeros(numel, device=device)
+            held[name] = torch.arange(numel, dtype=torch.float32, device=device)
         return held[name][:numel]
 
     def run(kind: str, num_bytes: int) -> float:
@@ -147,13 +147,25 @@ def backend_run(backend: Any, rank: int, size: int, device: torch.device) -> Run
             "broadcast": lambda: [backend.broadcast([whole], root)],
             PAIRWISE: lambda: [backend.send([sends[peer]], peer, 0) for peer in peers],
         }
-        return timed(lambda: [work.wait() for work in calls[kind]() + announced], device)
+        meet = meeting(backend, device)
+        return timed(lambda: [work.wait() for work in calls[kind]() + announced], device, meet)
 
     return run
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of ``call`` on the device, on a GPU by events on the current stream."""
+def meeting(backend: Any, device: torch.device) -> Callable[[], object]:
+    """What makes the current streams of all ranks meet: a collective of one element."""
+    one = torch.zeros(1, device=device)
+    return lambda: backend.allreduce([one]).wait()
+
+
+def timed(
+    call: Callable[[], object], device: torch.device, meet: Callable[[], object] = lambda: None
+) -> float:
+    """Seconds of ``call`` on the device, on a GPU by events on the current stream, behind ``meet``.
+
+    Without that, a rank whose host is 50 us ahead would wait inside the call for so long.
+    """
     if device.type != "cuda":
         start = time.perf_counter()
         call()
@@ -162,6 +174,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # The host gets ahead meanwhile, as in training: else its launches would be timed, not the device.
         torch.cuda._sleep(SLEEP_CYCLES)
+        meet()
         begin.record()
         call()
         end.record()

@@ -177,7 +177,8 @@ def _with_peers(flat: Link, channel: Channel, agree: link.Agree) -> Link:
     found = channel.peers
     if found is None or not found.reserve(max(PEERS_SIZES) // (flat.world - 1)):
         return flat
-    source = torch.empty(found.region, dtype=torch.uint8, device=channel.device)
+    source = torch.arange(found.region // 4, dtype=torch.float32, device=channel.device).view(torch.uint8)
+    meet = link.meeting(channel.backend, channel.device)
 
     def run(kind: str, num_bytes: int) -> float:
         part = source[: num_bytes // (flat.world - 1)]
@@ -188,7 +189,7 @@ def _with_peers(flat: Link, channel: Channel, agree: link.Agree) -> Link:
             start()
             found.release(0)
 
-        return link.timed(call, channel.device)
+        return link.timed(call, channel.device, meet)
 
     cost = link.measure(run, agree, flat.world, 1, [PEERS], PEERS_SIZES).costs[PEERS]
     largest, others = max(PEERS_SIZES), flat.world - 1
