@@ -182,7 +182,7 @@ def expected(name: str, x: Tensor, policy: Policy, native: bool) -> str:
     if DEVICE == "cpu" or not policy.adaptive:
         return "-"
     group = dist.distributed_c10d._get_default_group()
-    found = switch.switch(group, channel.channel(group, x.device))
+    found = switch.switch(channel.channel(group, x.device))
     shared = "gather" in name or "scatter" in name
     num_bytes = None if "all_to_all" in name else x.nbytes // (dist.get_world_size() if shared else 1)
     prediction = found.expected(name, num_bytes, x.dtype, policy.mode)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zipccl_hooks import channel, cpu, dispatch, eligible, ops
+from zipccl_hooks import channel, cpu, dispatch, eligible, ops, p2p
 from zipccl_hooks.cuda import ENTRY_BYTES, MOVED, STAMP, launch
 from zipccl_hooks.format import HEADER_BYTES, Layout
 
@@ -29,6 +29,8 @@ class Stream:
     def wait_event(self, event: Any) -> None: ...
 
     def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 class Event:
@@ -147,5 +149,5 @@ def install() -> None:
     tensor.record_stream = lambda self, stream: None
     for function in (encode, decode, decode_sum, stamp, rest):
         setattr(launch, function.__name__, function)
-    dispatch.uses_streams = lambda x: True
+    dispatch.uses_streams = p2p.uses_streams = lambda x: True
     eligible.BACKENDS = {"cpu": "gloo"}

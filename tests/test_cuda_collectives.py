@@ -5,6 +5,7 @@ Over NCCL; staged through the host on a GPU that several ranks share; and emulat
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from zipccl_hooks import (
     explain,
     link,
     nodes,
+    p2p,
     reset_stats,
     stats,
     switch,
@@ -59,8 +61,14 @@ def run(request: pytest.FixtureRequest) -> Run:
     return lambda function, *args: pool.run(int(size), prepared, function.__name__, args, transport)
 
 
-def prepared(group: dist.ProcessGroup, name: str, args: tuple[Any, ...], transport: str = "nccl") -> Any:
-    """Runs a function of this file in a rank; small pieces, so that a few thousand elements take several."""
+def prepared(
+    group: dist.ProcessGroup,
+    name: str,
+    args: tuple[Any, ...],
+    transport: str = "nccl",
+    module: str = __name__,
+) -> Any:
+    """Runs a function of a test module in a rank; small pieces: a few thousand elements take several."""
     global DEVICE
     if transport == "emulated":
         import emulated
@@ -72,9 +80,9 @@ def prepared(group: dist.ProcessGroup, name: str, args: tuple[Any, ...], transpo
     if transport != "nccl":
         eligible.BACKENDS = eligible.BACKENDS | {"cuda": "gloo"}
         channel.group_backend = StagedBackend.of
-        nodes.bare_backend = StagedBackend.bare
+        nodes.bare_backend = p2p.bare_backend = StagedBackend.bare
     reset_stats()
-    result = globals()[name](group, *args)
+    result = getattr(importlib.import_module(module), name)(group, *args)
     torch.cuda.synchronize()
     return result
 
@@ -465,10 +473,10 @@ def test_ddp(nccl_ranks: Ranks) -> None:
 def switched(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:
     """(what explain says it does, compressed calls, native calls) with a slow link, a fast one, hard data."""
     if dist.get_backend(group) == "gloo":  # which has not all of these calls for CUDA tensors
-        link.measure_group = lambda group, device: Link(group.size(), 1, {})
-        link.native_agree = lambda group, device: list
+        link.measure_backend = lambda backend, device, kinds: Link(group.size(), 1, {})
+        link.native_agree = lambda backend, device: list
     found = channel.channel(group, gpu(torch.empty(0)).device)
-    chooser = switch.switch(group, found)
+    chooser = switch.switch(found)
     seen, numel = [], 400_000
     policy = Policy(min_bytes=0)
     for bandwidth, hostile in ((1e6, False), (1e15, False), (1e6, True)):

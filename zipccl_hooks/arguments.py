@@ -26,6 +26,22 @@ def check_list(name: str, value: Any, like: Tensor, group: dist.ProcessGroup | N
         check_like(f"{name}[{k}]", tensor, like)
 
 
+def rank_in_group(
+    name: str, rank: int | None, group_rank: int | None, group: dist.ProcessGroup | None
+) -> int:
+    """A rank of the group, from a global one or itself; 0 where there is no group."""
+    if group is None:
+        return 0
+    if (rank is None) == (group_rank is None):
+        raise ValueError(
+            f"{name}: expected either {name} or group_{name}, got {name}={rank}, group_{name}={group_rank}"
+        )
+    found = dist.get_group_rank(group, rank) if rank is not None else int(group_rank or 0)
+    if not 0 <= found < group.size():
+        raise ValueError(f"group_{name}: expected a rank below {group.size()}, got {found}")
+    return found
+
+
 def check_like(name: str, tensor: Tensor, like: Tensor) -> None:
     if tensor.dtype != like.dtype or tensor.device != like.device:
         raise ValueError(

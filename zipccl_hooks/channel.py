@@ -128,6 +128,7 @@ class _Shared:
 
     def __init__(self, comm: Communicator) -> None:
         self.rank, self.size, self.backend, self.recorder = comm.rank, comm.size, comm.backend, comm.recorder
+        self.group_rank = comm.group_rank
         cut = NUM_CONTROL, NUM_CONTROL + RING, NUM_CONTROL + RING + 2 * comm.size
         num_words = cut[2] + RING * comm.size * WORDS
         self.pinned = torch.zeros(num_words, dtype=torch.int64).pin_memory()
@@ -153,7 +154,7 @@ class _Shared:
                     self._fetch(request)
                     self.words[REPLY] = request
                 except Exception as error:
-                    self.error = ZipcclError(f"rest of a payload: {error}", rank=self.rank)
+                    self.error = ZipcclError(f"rest of a payload: {error}", rank=self.group_rank)
                     logger.error("%s", self.error)
                     self.words[REPLY] = -1
             elif self.words[DONE] >= self.number and self.number == seen:
@@ -225,7 +226,8 @@ class Channel:
         if self._shared.error is not None:
             raise self._shared.error
         if self._shared.words[CORRUPT]:
-            raise CorruptPayload("payload: damaged in an earlier call of this group", rank=self.comm.rank)
+            message = "payload: damaged in an earlier call of this group"
+            raise CorruptPayload(message, rank=self.comm.group_rank)
 
     def begin(self) -> torch.cuda.Stream:
         """Begins a call; returns the caller's stream, which the encoding stream follows when first used."""
@@ -335,7 +337,7 @@ class Channel:
                 self.check()
                 if time.monotonic() > deadline:
                     raise ZipcclError(
-                        f"{exchange.name}: not complete after {self.timeout} s", rank=self.comm.rank
+                        f"{exchange.name}: not complete after {self.timeout} s", rank=self.comm.group_rank
                     )
                 time.sleep(20e-6)
             exchange.rate = int(shared.rates[exchange.number % RING])

@@ -32,10 +32,14 @@ from torch import Tensor
 from .arguments import check_like, check_list, check_tensor, split_numels
 from .communicator import Work
 from .config import Policy, default_policy
-from .dispatch import engine, equal_parts, exchange_all, exchange_sum, flatten, run
+from .dispatch import engine, equal_parts, exchange_all, exchange_sum, flatten, run, sum_in_place
 from .eligible import decline_reason, resolve_group, scale_of
 from .exchange import Call
-from .format import TILE, align
+from .p2p import batch_isend_irecv as batch_isend_irecv
+from .p2p import irecv as irecv
+from .p2p import isend as isend
+from .p2p import recv as recv
+from .p2p import send as send
 from .rooted import broadcast as broadcast
 from .rooted import gather as gather
 from .rooted import scatter as scatter
@@ -78,7 +82,7 @@ def all_gather_into_tensor(
     def body(call: Call, flat: list[Tensor]) -> None:
         n = input_tensor.numel()
         engine(call).agree(call, 0.0, [n] * size, [n] * size)
-        engine(call).all_gather(call, flatten(input_tensor), equal_parts(flat[0], size))
+        engine(call).all_gather(call, flatten(call, input_tensor), equal_parts(flat[0], size))
 
     return run(
         "all_gather_into_tensor", native, body, [input_tensor], [output_tensor], input_tensor.nbytes,
@@ -104,7 +108,7 @@ def all_gather(
     def body(call: Call, flat: list[Tensor]) -> None:
         n = tensor.numel()
         engine(call).agree(call, 0.0, [n] * call.comm.size, [t.numel() for t in flat])
-        engine(call).all_gather(call, flatten(tensor), flat)
+        engine(call).all_gather(call, flatten(call, tensor), flat)
 
     return run(
         "all_gather",
@@ -142,7 +146,7 @@ def reduce_scatter_tensor(
         n = output.numel()
         scale = scale_of(op, size, input.dtype) or 1.0
         engine(call).agree(call, scale, [n] * size, [n] * size)
-        exchange_sum(call, equal_parts(flatten(input), size), flat[0], scale)
+        exchange_sum(call, equal_parts(flatten(call, input), size), flat[0], scale)
 
     return run(
         "reduce_scatter_tensor", native, body, [input], [output], output.nbytes, group, async_op, policy, op
@@ -163,7 +167,7 @@ def reduce_scatter(
     check_list("input_list", input_list, output, resolve_group(group))
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        parts = [flatten(t) for t in input_list]
+        parts = [flatten(call, t) for t in input_list]
         scale = scale_of(op, call.comm.size, output.dtype) or 1.0
         engine(call).agree(call, scale, [p.numel() for p in parts], [output.numel()] * call.comm.size)
         exchange_sum(call, parts, flat[0], scale)
@@ -188,15 +192,12 @@ def all_reduce(
     check_tensor("tensor", tensor)
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        comm, x = call.comm, flat[0]
+        size, x = call.comm.size, flat[0]
         if not tensor.is_contiguous():
-            x.copy_(flatten(tensor))
-        scale = scale_of(op, comm.size, tensor.dtype) or 1.0
-        engine(call).agree(call, scale, [len(x)] * comm.size, [len(x)] * comm.size)
-        shard = align(-(-len(x) // comm.size), TILE)  # whole tiles, so that only the last has a tail
-        shards = [x[rank * shard : (rank + 1) * shard] for rank in range(comm.size)]
-        exchange_sum(call, shards, shards[comm.rank], scale)
-        engine(call).all_gather(call, shards[comm.rank], shards)
+            x.copy_(flatten(call, tensor))
+        scale = scale_of(op, size, tensor.dtype) or 1.0
+        engine(call).agree(call, scale, [len(x)] * size, [len(x)] * size)
+        sum_in_place(call, x, scale)
 
     return run(
         "all_reduce",
@@ -259,7 +260,7 @@ def all_to_all_single(
         )
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        exchange_all(call, flatten(input).split(sends), flat[0].split(expects))
+        exchange_all(call, flatten(call, input).split(sends), flat[0].split(expects))
 
     # Without split sizes every rank's tensor is as large.
     even = output_split_sizes is None and input_split_sizes is None
@@ -283,7 +284,7 @@ def all_to_all(
     check_list("output_tensor_list", output_tensor_list, input_tensor_list[0], resolve_group(group))
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        exchange_all(call, [flatten(t) for t in input_tensor_list], flat)
+        exchange_all(call, [flatten(call, t) for t in input_tensor_list], flat)
 
     return run(
         "all_to_all",
