@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_cuda_collectives as cuda
 import torch
 import torch.distributed as dist
+import transports
 from corpus import CODED, name_of
-from ranks import LARGEST, Ranks
-from test_collectives import assert_bits, compressed_calls, data, small_pieces
-from torch import Tensor
+from test_collectives import assert_bits, compressed_calls, data
+from transports import POOLS, OnRanks, over, put, room
 
 from zipccl_hooks import Policy, collectives, link, reset_stats, stats
 from zipccl_hooks.choose import Cost, Link
@@ -26,45 +25,6 @@ from zipccl_hooks.errors import PeerMismatch
 
 ALL = Policy(min_bytes=0, adaptive=False)
 Run = Callable[..., list[Any]]
-POOLS = {"gloo": LARGEST, "emulated": 5, "staged": 4, "nccl": 2}  # transport: ranks
-
-
-@pytest.fixture
-def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a function on ranks: ``run(size, function, *args)``, on all of the pool without a size."""
-    transport = request.param
-    pool: Ranks = request.getfixturevalue("ranks" if transport == "gloo" else f"{transport}_ranks")
-
-    def run(size: int | None, function: Callable[..., Any], *args: Any) -> list[Any]:
-        size = size or POOLS[transport]
-        if transport == "gloo":
-            return pool.run(size, on_cpu, function.__name__, args)
-        return pool.run(size, cuda.prepared, function.__name__, args, transport, __name__)
-
-    return run
-
-
-def on(*transports: str) -> pytest.MarkDecorator:
-    marked = [pytest.param(t, marks=[pytest.mark.gpu] * (t in ("staged", "nccl"))) for t in transports]
-    return pytest.mark.parametrize("run", marked, indirect=True)
-
-
-STREAMS = True  # whether messages are enqueued on streams
-
-
-def on_cpu(group: dist.ProcessGroup, name: str, args: tuple[Any, ...]) -> Any:
-    global STREAMS
-    cuda.DEVICE, STREAMS = "cpu", False
-    with small_pieces():
-        return globals()[name](group, *args)
-
-
-def put(rank: int, numel: int, dtype: torch.dtype = torch.bfloat16, hostile: bool = False) -> Tensor:
-    return cuda.gpu(data(rank, numel, dtype, hostile))
-
-
-def room(x: Tensor) -> Tensor:
-    return torch.empty_like(x, device=cuda.DEVICE)
 
 
 def fresh(size: int, seconds: float = 60) -> dist.ProcessGroup:
@@ -80,13 +40,13 @@ def both_ways(group: dist.ProcessGroup, dtype: torch.dtype, numel: int, hostile:
     other = 1 - rank
     before = compressed_calls(group, "send"), compressed_calls(group, "recv")
     inputs = [put(r, numel, dtype, hostile) for r in range(2)]
-    outs = [room(inputs[other]) for _ in range(3)]
+    outs = [room(numel, dtype) for _ in range(3)]
     works = [collectives.isend(inputs[rank], other, group, policy=ALL)]  # both ranks send first
     works += [collectives.irecv(outs[0], other, group, policy=ALL)]
     works += [collectives.irecv(outs[1], group=group, group_src=other, policy=ALL)]  # both receive first
     works += [collectives.isend(inputs[rank], group=group, group_dst=other, policy=ALL)]
     for work in reversed(works):
-        assert isinstance(work, DeferredWork if STREAMS else Work) and work.wait()
+        assert isinstance(work, DeferredWork if transports.STREAMS else Work) and work.wait()
     if rank == 0:
         assert collectives.send(inputs[0], 1, group, policy=ALL) is None
         assert collectives.recv(outs[2], 1, group, policy=ALL) == 1
@@ -99,17 +59,19 @@ def both_ways(group: dist.ProcessGroup, dtype: torch.dtype, numel: int, hostile:
     assert [b - a for a, b in zip(before, after, strict=True)] == [3, 3]
 
 
-@on(*POOLS)
+@over(*POOLS)
 @pytest.mark.parametrize("hostile", [False, True], ids=["gaussian", "hostile"])
 @pytest.mark.parametrize("dtype", CODED, ids=name_of)
 @pytest.mark.parametrize("numel", [1, 3 * 16384 + 77])
-def test_moves_the_very_bits_both_ways(run: Run, dtype: torch.dtype, numel: int, hostile: bool) -> None:
-    run(2, both_ways, dtype, numel, hostile)
+def test_moves_the_very_bits_both_ways(
+    on_ranks: OnRanks, dtype: torch.dtype, numel: int, hostile: bool
+) -> None:
+    on_ranks(2, both_ways, dtype, numel, hostile)
 
 
-@on("gloo")
-def test_moves_nothing(run: Run) -> None:
-    run(2, both_ways, torch.float32, 0, False)
+@over("gloo")
+def test_moves_nothing(on_ranks: OnRanks) -> None:
+    on_ranks(2, both_ways, torch.float32, 0, False)
 
 
 def shift(group: dist.ProcessGroup, size: int) -> None:
@@ -121,7 +83,7 @@ def shift(group: dist.ProcessGroup, size: int) -> None:
             continue
         step = 1 if turn < 2 else -1
         to, source = (rank + step) % size, (rank - step) % size
-        x, out = put(rank + 10 * turn, 20_001), room(put(source, 20_001))
+        x, out = put(rank + 10 * turn, 20_001), room(20_001)
         if turn % 2:
             ops = [dist.P2POp(dist.irecv, out, source, own), dist.P2POp(dist.isend, x, to, own)]
             works = collectives.batch_isend_irecv(ops if rank else ops[::-1], policy=ALL)
@@ -137,14 +99,14 @@ def shift(group: dist.ProcessGroup, size: int) -> None:
         assert compressed_calls(own, "send") == compressed_calls(own, "recv") == 1
 
 
-@on(*POOLS)
-def test_two_ranks_shift(run: Run) -> None:
-    run(None, shift, 2)
+@over(*POOLS)
+def test_two_ranks_shift(on_ranks: OnRanks) -> None:
+    on_ranks(None, shift, 2)
 
 
-@on("gloo", "emulated", "staged")
-def test_three_ranks_shift(run: Run) -> None:
-    run(None, shift, 3)
+@over("gloo", "emulated", "staged")
+def test_three_ranks_shift(on_ranks: OnRanks) -> None:
+    on_ranks(None, shift, 3)
 
 
 def pipeline(group: dist.ProcessGroup) -> None:
@@ -155,7 +117,7 @@ def pipeline(group: dist.ProcessGroup) -> None:
         ops = []
         for peer in (rank + 1, rank - 1):
             if 0 <= peer < size:
-                out = room(put(peer, numel))
+                out = room(numel)
                 ops.append(dist.P2POp(dist.isend, put(rank + 10 * k, numel), peer, group))
                 ops.append(dist.P2POp(dist.irecv, out, peer, group))
                 received.append((out, peer + 10 * k))
@@ -166,9 +128,9 @@ def pipeline(group: dist.ProcessGroup) -> None:
         assert_bits(out.cpu(), data(seed, out.numel(), torch.bfloat16))
 
 
-@on("gloo", "emulated", "staged")
-def test_pipeline_in_both_directions(run: Run) -> None:
-    run(3, pipeline)
+@over("gloo", "emulated", "staged")
+def test_pipeline_in_both_directions(on_ranks: OnRanks) -> None:
+    on_ranks(3, pipeline)
 
 
 def in_a_sub_group(group: dist.ProcessGroup) -> str:
@@ -179,7 +141,7 @@ def in_a_sub_group(group: dist.ProcessGroup) -> str:
     rank = own.rank()
 
     def swap() -> None:
-        out = room(put(1 - rank, 9001))
+        out = room(9001)
         work = collectives.isend(put(rank, 9001), 2 - rank, own, policy=ALL)
         assert collectives.recv(out, group=own, group_src=1 - rank, policy=ALL) == 2 - rank
         assert work is not None and work.wait()
@@ -188,7 +150,7 @@ def in_a_sub_group(group: dist.ProcessGroup) -> str:
     swap()
     assert compressed_calls(own, "send") == 1
     # Rank 0 of the group receives another number of elements than rank 1 sends.
-    tensor = put(0, 9001 + rank) if rank else room(put(0, 9001))
+    tensor = put(0, 9001 + rank) if rank else room(9001)
     message = ""
     try:
         if rank:
@@ -202,9 +164,9 @@ def in_a_sub_group(group: dist.ProcessGroup) -> str:
     return message
 
 
-@on("gloo", "emulated", "staged")
-def test_sub_groups_and_mismatches(run: Run) -> None:
-    results = run(None, in_a_sub_group)
+@over("gloo", "emulated", "staged")
+def test_sub_groups_and_mismatches(on_ranks: OnRanks) -> None:
+    results = on_ranks(None, in_a_sub_group)
     assert results[1] == "recv: rank 0 expects 9001 elements of rank 1, got 9002"
     assert results[2] == "send: rank 0 expects 9001 elements of rank 1, got 9002"
 
@@ -220,10 +182,10 @@ def mixture(group: dist.ProcessGroup) -> dict[str, int]:
     numels, dtype = [9001, 40, 9002, 41, 9003, 42], torch.bfloat16
     if rank == 0:
         ops = [dist.P2POp(dist.isend, put(k, n), other, group) for k, n in enumerate(numels)]
-        ops += [dist.P2POp(dist.isend, torch.arange(9001, device=cuda.DEVICE), other, group)]
+        ops += [dist.P2POp(dist.isend, torch.arange(9001, device=transports.cuda.DEVICE), other, group)]
     else:
-        outs = [torch.empty(n, dtype=dtype, device=cuda.DEVICE) for n in numels]
-        outs += [torch.empty(9001, dtype=torch.int64, device=cuda.DEVICE)]
+        outs = [torch.empty(n, dtype=dtype, device=transports.cuda.DEVICE) for n in numels]
+        outs += [torch.empty(9001, dtype=torch.int64, device=transports.cuda.DEVICE)]
         ops = [dist.P2POp(dist.irecv, out, other, group) for out in outs]
     for work in collectives.batch_isend_irecv(ops, policy=policy):
         work.wait()
@@ -236,9 +198,9 @@ def mixture(group: dist.ProcessGroup) -> dict[str, int]:
     return dict(counted.native_calls)
 
 
-@on("gloo", "nccl")
-def test_a_batch_of_plain_and_compressed_messages(run: Run) -> None:
-    assert run(2, mixture) == [{"below min_bytes": 3, "dtype torch.int64": 1}] * 2
+@over("gloo", "nccl")
+def test_a_batch_of_plain_and_compressed_messages(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, mixture) == [{"below min_bytes": 3, "dtype torch.int64": 1}] * 2
 
 
 def native(group: dist.ProcessGroup) -> dict[str, int]:
@@ -267,9 +229,9 @@ def native(group: dist.ProcessGroup) -> dict[str, int]:
     return dict(counted.native_calls)
 
 
-@on("gloo")
-def test_tags_and_any_source_go_natively(run: Run) -> None:
-    sent, received = run(2, native)
+@over("gloo")
+def test_tags_and_any_source_go_natively(on_ranks: OnRanks) -> None:
+    sent, received = on_ranks(2, native)
     assert sent == {"tag": 3, "disabled by policy": 1}
     assert received == {"tag": 2, "disabled by policy": 1, "any source": 1}
 
@@ -280,15 +242,15 @@ def strides(group: dist.ProcessGroup) -> None:
     if rank == 0:
         collectives.send(x, 1, group, policy=ALL)
     else:
-        out = torch.empty(100, 90, device=cuda.DEVICE).t()
+        out = torch.empty(100, 90, device=transports.cuda.DEVICE).t()
         collectives.recv(out, 0, group, policy=ALL)
         assert not out.is_contiguous()
         assert_bits(out.cpu().reshape(-1), x.cpu().reshape(-1))
 
 
-@on(*POOLS)
-def test_strides(run: Run) -> None:
-    run(2, strides)
+@over(*POOLS)
+def test_strides(on_ranks: OnRanks) -> None:
+    on_ranks(2, strides)
 
 
 def wire(group: dist.ProcessGroup) -> tuple[int, int]:
@@ -297,14 +259,14 @@ def wire(group: dist.ProcessGroup) -> tuple[int, int]:
     if rank == 0:
         collectives.send(x, 1, group, policy=ALL)
     else:
-        collectives.recv(room(x), 0, group, policy=ALL)
+        collectives.recv(room(100_000), 0, group, policy=ALL)
     counted = stats(group).calls["recv" if rank else "send"]
     return counted.raw_bytes, counted.sent_bytes
 
 
-@on("gloo")
-def test_counts_the_bytes_it_sends(run: Run) -> None:
-    (raw, sent), received = run(2, wire)
+@over("gloo")
+def test_counts_the_bytes_it_sends(on_ranks: OnRanks) -> None:
+    (raw, sent), received = on_ranks(2, wire)
     assert raw == 200_000 and raw / sent > 1.4
     assert received == (0, 8 * (3 + 2 * 2))  # its description
 
@@ -325,7 +287,7 @@ def switched(group: dist.ProcessGroup) -> list[tuple[int, int]]:
             continue
         works, outs = [], []
         for turn in range(3):
-            outs.append(room(put(other, 300_001)))
+            outs.append(room(300_001))
             works.append(
                 collectives.isend(put(rank + 10 * turn, 300_001), other, own, policy=Policy(min_bytes=0))
             )
@@ -341,9 +303,9 @@ def switched(group: dist.ProcessGroup) -> list[tuple[int, int]]:
     return seen
 
 
-@on("emulated", "staged", "nccl")
-def test_the_switch_of_a_direction(run: Run) -> None:
-    assert run(None, switched)[:2] == [[(3, 0), (0, 3)]] * 2
+@over("emulated", "staged", "nccl")
+def test_the_switch_of_a_direction(on_ranks: OnRanks) -> None:
+    assert on_ranks(None, switched)[:2] == [[(3, 0), (0, 3)]] * 2
 
 
 # Ends that differ
@@ -364,9 +326,9 @@ def differing_ends(group: dist.ProcessGroup) -> str:
     return "no error"
 
 
-@on("gloo")
-def test_ends_that_differ_in_policy_end_in_the_timeout(run: Run) -> None:
-    compressed, plain = run(None, differing_ends)[:2]
+@over("gloo")
+def test_ends_that_differ_in_policy_end_in_the_timeout(on_ranks: OnRanks) -> None:
+    compressed, plain = on_ranks(None, differing_ends)[:2]
     assert compressed.startswith("ZipcclError: rank 0: send: ")
     assert compressed.endswith("the same dtype, size, tag and policy? (peer: rank 1)")
     assert "imed out" in plain
@@ -416,6 +378,6 @@ def bad_arguments(group: dist.ProcessGroup) -> None:
             call()
 
 
-@on("gloo")
-def test_bad_arguments_raise_before_anything_is_sent(run: Run) -> None:
-    run(2, bad_arguments)
+@over("gloo")
+def test_bad_arguments_raise_before_anything_is_sent(on_ranks: OnRanks) -> None:
+    on_ranks(2, bad_arguments)

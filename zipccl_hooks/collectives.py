@@ -22,7 +22,7 @@ contradict each other in raises errors.PeerMismatch on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arguments import check_like, check_list, check_tensor, split_numels
+from .coalesced import all_gather_into_tensor_coalesced as all_gather_into_tensor_coalesced
+from .coalesced import all_reduce_coalesced as all_reduce_coalesced
+from .coalesced import reduce_scatter_tensor_coalesced as reduce_scatter_tensor_coalesced
 from .communicator import Work
 from .config import Policy, default_policy
-from .dispatch import engine, equal_parts, exchange_all, exchange_sum, flatten, run, sum_in_place
+from .dispatch import (
+    engine,
+    equal_parts,
+    exchange_all,
+    exchange_sum,
+    flatten,
+    run,
+    sum_in_place,
+    torch_collective,
+)
 from .eligible import decline_reason, resolve_group, scale_of
 from .exchange import Call
 from .p2p import batch_isend_irecv as batch_isend_irecv
@@ -75,7 +87,7 @@ def all_gather_into_tensor(
         )
 
     def native() -> Any:
-        return _native("all_gather_single", "all_gather_into_tensor")(
+        return torch_collective("all_gather_single", "all_gather_into_tensor")(
             output_tensor, input_tensor, group, async_op
         )
 
@@ -140,7 +152,9 @@ def reduce_scatter_tensor(
         )
 
     def native() -> Any:
-        return _native("reduce_scatter_single", "reduce_scatter_tensor")(output, input, op, group, async_op)
+        return torch_collective("reduce_scatter_single", "reduce_scatter_tensor")(
+            output, input, op, group, async_op
+        )
 
     def body(call: Call, flat: list[Tensor]) -> None:
         n = output.numel()
@@ -291,8 +305,3 @@ def all_to_all(
         lambda: dist.all_to_all(list(output_tensor_list), list(input_tensor_list), group, async_op),
         body, input_tensor_list, output_tensor_list, None, group, async_op, policy,
     )  # fmt: skip
-
-
-def _native(newer: str, older: str) -> Callable[..., Any]:
-    """torch 2.13 renamed the single-tensor collectives and warns about the older names."""
-    return getattr(dist, newer, None) or getattr(dist, older)

@@ -77,6 +77,48 @@ class Work(dist.Work):
         return self._checked
 
 
+class Works(dist.Work):
+    """Handle of several calls as one; ``result`` are the outputs of all."""
+
+    def __init__(self, outputs: list[Tensor]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._works: list[dist.Work] = []
+
+    def add(self, work: dist.Work | None) -> None:
+        if work is not None:
+            self._works.append(work)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for all; ``timeout`` is that of each."""
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        outputs, futures = self._outputs, [work.get_future() for work in self._works]
+
+        def gathered(collected: torch.futures.Future[list[Any]]) -> list[Tensor]:
+            for future in collected.value():
+                future.value()  # raises what went wrong
+            return outputs
+
+        return torch.futures.collect_all(futures).then(gathered)
+
+
 def group_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The backend that carries out a group's collectives on a device."""
     native: Any = group._get_backend(device)

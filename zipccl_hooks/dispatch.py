@@ -23,6 +23,11 @@ from .format import TILE, Mode, align
 from .switch import Switch, switch
 
 
+def torch_collective(newer: str, older: str) -> Callable[..., Any]:
+    """A single-tensor collective of torch, which 2.13 renamed, and warns about the older name."""
+    return getattr(dist, newer, None) or getattr(dist, older)
+
+
 def uses_streams(x: Tensor) -> bool:
     """Whether calls on such tensors are enqueued on streams; else a thread of the host carries them out."""
     return x.is_cuda
