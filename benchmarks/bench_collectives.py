@@ -154,9 +154,10 @@ def seconds(call: Callable[[], object], calls: int) -> float:
     return slowest(begin.elapsed_time(end) / 1e3 / calls)
 
 
-def wrong_elements(case: Case) -> int:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[case.plain_out.element_size()]
-    wrong = (case.plain_out.view(bits) != case.zipped_out.view(bits)).sum()
+def wrong_elements(plain: Tensor, zipped: Tensor) -> int:
+    """Whose bits differ, on all ranks together."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[plain.element_size()]
+    wrong = (plain.view(bits) != zipped.view(bits)).sum()
     dist.all_reduce(wrong)
     return int(wrong)
 
@@ -165,7 +166,7 @@ def measure(case: Case, repetitions: int) -> tuple[float, float, int]:
     """(plain seconds, compressed seconds, wrong elements)."""
     case.plain()
     case.zipped()
-    wrong = wrong_elements(case)
+    wrong = wrong_elements(case.plain_out, case.zipped_out)
     calls = 1
     if DEVICE == "cuda":
         for _ in range(10):  # the room for what does not compress statically is learnt by now
@@ -190,8 +191,8 @@ def expected(name: str, x: Tensor, policy: Policy, native: bool) -> str:
     return "-" if num_bytes is None else f"{(plan.seconds if plan else prediction.native) * 1e3:.3f}"
 
 
-def on_every_transport(names: Sequence[str], arguments: Sequence[str]) -> int:
-    """Starts this program under torchrun once for each transport."""
+def on_every_transport(program: str, names: Sequence[str], arguments: Sequence[str]) -> int:
+    """Starts a program under torchrun once for each transport."""
     for name in names:
         print(f"# transport {name}: {TRANSPORTS[name] or 'as NCCL chooses'}", flush=True)
         command = [
@@ -200,7 +201,7 @@ def on_every_transport(names: Sequence[str], arguments: Sequence[str]) -> int:
             "torch.distributed.run",
             "--nproc-per-node",
             "2",
-            __file__,
+            program,
             *arguments,
         ]
         env = {**os.environ, "NCCL_NVLS_ENABLE": "0", **TRANSPORTS[name]}
@@ -222,7 +223,7 @@ def main() -> int:
     parser.add_argument("--transports", default=",".join(TRANSPORTS), help="of NCCL (default: %(default)s)")
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        return on_every_transport(args.transports.split(","), sys.argv[1:])
+        return on_every_transport(__file__, args.transports.split(","), sys.argv[1:])
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if DEVICE == "cuda" else "gloo"
