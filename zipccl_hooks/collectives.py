@@ -1,10 +1,12 @@
 """torch.distributed's collectives, compressed: the same names, arguments and results, plus ``policy``.
 
-Data movement (all_gather, all_to_all, broadcast, gather, scatter) delivers the very bits. Reductions
+Data movement (all_gather, all_to_all, broadcast, gather, scatter, send) delivers the very bits. Reductions
 exchange compressed parts and add them up in rank order in fp32, rounding once to the tensor's dtype: the
 result does not depend on message size, piece or arrival, every rank holds the same bits, and for two ranks
 they are those of the plain collective. AVG and PREMUL_SUM multiply each term, in the tensor's dtype,
 before it is added, as NCCL and DDP do. Where a group spans nodes of several ranks, nodes.py tells the order.
+Coalesced calls (coalesced.py) are one call for the tensors of a dtype. Messages (p2p.py: send, recv, isend,
+irecv, batch_isend_irecv) concern their two ranks alone and cannot wait for each other.
 
 What is not compressed goes to torch.distributed: dtypes that do not shrink, small tensors, reduce
 operations other than those three, CPU tensors of groups without gloo and CUDA tensors of groups without
@@ -12,9 +14,9 @@ NCCL; and what switch.py expects to be faster plain. That choice rests only on w
 ``stats()`` counts the reasons.
 
 ``min_bytes`` of the policy is compared with the tensor that the call is about: what one rank
-contributes to a gather, receives from a scatter, reduces, broadcasts or, without split sizes, puts into an
-all_to_all. With splits, of any size on any rank, all_to_all is compressed at every size, since no rank
-knows the others' beforehand.
+contributes to a gather, receives from a scatter, reduces, broadcasts, sends or, without split sizes, puts
+into an all_to_all. With splits, of any size on any rank, all_to_all is compressed at every size, since no
+rank knows the others' beforehand.
 
 Arguments are checked before anything is sent: TypeError and ValueError name the argument. What ranks
 contradict each other in raises errors.PeerMismatch on all of them.
