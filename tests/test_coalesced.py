@@ -191,7 +191,7 @@ def contradiction(group: dist.ProcessGroup) -> str:
 
 @over("gloo", "emulated", "staged", "nccl")
 def test_lists_that_are_cut_differently_raise_on_all_ranks(on_ranks: OnRanks) -> None:
-    message = "all_reduce_coalesced: ranks 0 and 1 call it with different operation or sizes"
+    message = "all_reduce_coalesced: ranks 0 and 1 call it with different operation, sizes or policy"
     assert on_ranks(2, contradiction) == [message] * 2
 
 

@@ -355,6 +355,33 @@ def test_leaves_cleanly_with_messages_in_flight(tmp_path: Path) -> None:
         assert (process.returncode, output) == (0, "left\n")
 
 
+def contradiction(group: dist.ProcessGroup, what: str) -> str:
+    """Both ends compress, but not alike; then they do."""
+    rank = group.rank()
+    dtype = torch.float16 if what == "dtype" and rank else torch.bfloat16
+    policy = Policy(min_bytes=0, adaptive=False, mode="fast" if what == "mode" and rank else "dense")
+    with pytest.raises(PeerMismatch) as caught:
+        if rank == 0:
+            collectives.send(put(0, 5000, dtype), 1, group, policy=policy)
+        else:
+            collectives.recv(room(5000, dtype), 0, group, policy=policy)
+    shared = Policy(min_bytes=0, adaptive=False)
+    if rank == 0:
+        collectives.send(put(0, 5000), 1, group, policy=shared)
+    else:
+        out = room(5000)
+        collectives.recv(out, 0, group, policy=shared)
+        assert_bits(out.cpu(), data(0, 5000, torch.bfloat16))
+    return caught.value.message
+
+
+@over(*POOLS)
+@pytest.mark.parametrize(("what", "named"), [("dtype", "dtype"), ("mode", "operation, sizes or policy")])
+def test_ends_that_contradict_each_other_raise(on_ranks: OnRanks, what: str, named: str) -> None:
+    message = f"ranks 0 and 1 call it with different {named}"
+    assert on_ranks(2, contradiction, what) == [f"send: {message}", f"recv: {message}"]
+
+
 # Arguments
 
 

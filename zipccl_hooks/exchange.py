@@ -75,7 +75,7 @@ class Call:
     modes: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None
     longest: int = 0
-    digest: int = 0  # 32 bits of what else ranks must call alike: the sizes of coalesced tensors
+    digest: int = 0  # 32 bits of what else must be alike: sizes of coalesced tensors, a message's policy
     channel: Any = None
     stage: int = 0  # exchanges of the call so far
     ratios: list[float] = field(default_factory=list)  # of each, as all ranks know them
@@ -141,7 +141,7 @@ def agree(call: Call, detail: float, sends: Sequence[int], expects: Sequence[int
     operation = call.digest << 8 | CODES[call.name]
     rows = comm.gather_row([operation, dtype, detail_bits, *sends, *expects])
     call.sent_bytes += call.peers * 8 * len(rows[0])
-    for what, column in (("operation or sizes", 0), ("dtype", 1), ("root or reduce operation", 2)):
+    for what, column in (("operation, sizes or policy", 0), ("dtype", 1), ("root or reduce operation", 2)):
         for peer in range(1, size):
             if rows[peer][column] != rows[0][column]:
                 message = f"ranks {members[0]} and {members[peer]} call it with different {what}"

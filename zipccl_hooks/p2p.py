@@ -15,16 +15,18 @@ which keeps them in order.
 
 Both ends decide alike, from dtype, size, tag and policy, whether a message is compressed. Where they come to
 different answers, one end waits here and the other in the plain call until the group's timeout, and both
-raise; where both compress, but not tensors of the same dtype and size, both raise at once. Messages with a
-tag and receives from any source are never compressed.
+raise. Where both compress, but not tensors of one dtype and size in one mode, both raise at once. Messages
+with a tag and receives from any source are never compressed.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,20 +54,25 @@ class Direction:
 
     def __init__(self, group: Group, sender: int, receiver: int) -> None:
         self.comm = make_communicator(group, f"zipccl {sender} to {receiver}", (sender, receiver))
+        self._sends = self.comm.rank == 0
         self._channel: Channel | None = None
 
     def message(self, name: str, tensor: Tensor, policy: Policy) -> Work | DeferredWork:
         """Issues the next message: ``tensor`` is sent, or receives it."""
-        sends, n = self.comm.rank == 0, tensor.numel()
 
         def body(call: Call, flat: list[Tensor]) -> None:
             with self._explained(name):
                 self.comm.connect()
-                engine(call).agree(call, *_description(sends, n))
-                engine(call).broadcast(call, flatten(call, tensor) if sends else flat[0], 0)
+                self._agree(call, tensor, policy, engine(call))
+                engine(call).broadcast(call, flatten(call, tensor) if self._sends else flat[0], 0)
 
-        request = Request(name, body, [tensor], [] if sends else [tensor], tensor.nbytes, policy)
+        request = Request(name, body, [tensor], [] if self._sends else [tensor], tensor.nbytes, policy)
         return self._enqueue(request) if uses_streams(tensor) else on_thread(request, self.comm)
+
+    def _agree(self, call: Call, tensor: Tensor, policy: Policy, engine: Any) -> None:
+        n = tensor.numel()
+        call.digest = zlib.crc32(f"{policy.mode} {policy.adaptive}".encode())
+        engine.agree(call, 0.0, [n, n] if self._sends else [0, 0], [n, 0])
 
     def _enqueue(self, request: Request) -> DeferredWork:
         ready = torch.cuda.Event()
@@ -77,7 +84,7 @@ class Direction:
                 channel = self._connected(request.tensor.device)
                 # Before every message, where collectives compare at new kinds of calls only: no caller waits.
                 call = Call(self.comm, request.name, request.tensor.dtype, request.mode)
-                exchange.agree(call, *_description(self.comm.rank == 0, request.tensor.numel()))
+                self._agree(call, request.tensor, request.policy, exchange)
                 with torch.cuda.stream(channel.encoding):
                     chooser = switch(channel, ("broadcast",)) if request.policy.adaptive else None
                     channel.encoding.wait_event(ready)
@@ -112,11 +119,6 @@ class Direction:
             message = f"{name}: {error} Does the other end use the same dtype, size, tag and policy?"
             peer = self.comm.members[1 - self.comm.rank]
             raise ZipcclError(message, rank=self.comm.group_rank, peer=peer) from error
-
-
-def _description(sends: bool, numel: int) -> tuple[float, list[int], list[int]]:
-    """What an end says of a message, as exchange.agree takes it: that the root is 0, and the elements."""
-    return 0.0, [numel, numel] if sends else [0, 0], [numel, 0]
 
 
 def _plain(request: Request, channel: Channel) -> CudaWork | None:
