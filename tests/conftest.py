@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import Ranks
+from transports import on_ranks as on_ranks
 
 from zipccl_hooks import cpu
 

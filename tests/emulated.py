@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zipccl_hooks import cpu, dispatch, eligible, ops, rests
+from zipccl_hooks import cpu, dispatch, eligible, ops, p2p, rests
 from zipccl_hooks.cuda import ENTRY_BYTES, MOVED, STAMP, ipc, launch
 from zipccl_hooks.format import HEADER_BYTES, Layout
 
@@ -32,6 +32,8 @@ class Stream:
     def wait_event(self, event: Any) -> None: ...
 
     def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 class Event:
@@ -203,5 +205,5 @@ def install() -> None:
     for function in (ipc_allocate, ipc_export, ipc_attach, ipc_copy):
         setattr(ipc, function.__name__.removeprefix("ipc_"), function)
     ipc.WordOperations = WordOperations
-    dispatch.uses_streams = lambda x: True
+    dispatch.uses_streams = p2p.uses_streams = lambda x: True
     eligible.BACKENDS = {"cpu": "gloo"}

@@ -29,6 +29,7 @@ from zipccl_hooks import (
     explain,
     link,
     nodes,
+    p2p,
     peers,
     reset_stats,
     rests,
@@ -88,7 +89,7 @@ def prepared(
     if transport != "nccl":
         eligible.BACKENDS = eligible.BACKENDS | {"cuda": "gloo"}
         channel.group_backend = StagedBackend.of
-        nodes.bare_backend = StagedBackend.bare
+        nodes.bare_backend = p2p.bare_backend = StagedBackend.bare
     reset_stats()
     result = getattr(importlib.import_module(module), name)(group, *args)
     torch.cuda.synchronize()
@@ -484,10 +485,10 @@ def switched(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:
     """(what explain says it does, compressed calls, native calls) with a slow link, a fast one, hard data."""
     if dist.get_backend(group) == "gloo":  # which has not all of these calls for CUDA tensors
         slow = {"all_gather": Cost(1.0, 1.0)}  # slower than copies among peers
-        link.measure_group = lambda group, device: Link(group.size(), 1, slow)
-        link.native_agree = lambda group, device: list
+        link.measure_backend = lambda backend, device, kinds: Link(group.size(), 1, slow)
+        link.native_agree = lambda backend, device: list
     found = channel.channel(group, gpu(torch.empty(0)).device)
-    chooser = switch.switch(group, found)
+    chooser = switch.switch(found)
     assert (PEERS in chooser.flat.costs) is peers.peer_to_peer()
     seen, numel = [], 400_000
     policy = Policy(min_bytes=0)

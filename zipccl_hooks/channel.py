@@ -119,7 +119,8 @@ class Channel:
         if self._shared.error is not None:
             raise self._shared.error
         if self._shared.words[CORRUPT]:
-            raise CorruptPayload("payload: damaged in an earlier call of this group", rank=self.comm.rank)
+            message = "payload: damaged in an earlier call of this group"
+            raise CorruptPayload(message, rank=self.comm.group_rank)
 
     def begin(self) -> torch.cuda.Stream:
         """Begins a call; returns the caller's stream, which the encoding stream follows when first used."""
@@ -251,7 +252,7 @@ class Channel:
                 self.check()
                 if time.monotonic() > deadline:
                     raise ZipcclError(
-                        f"{exchange.name}: not complete after {self.timeout} s", rank=self.comm.rank
+                        f"{exchange.name}: not complete after {self.timeout} s", rank=self.comm.group_rank
                     )
                 time.sleep(20e-6)
             exchange.rate = int(shared.rates[exchange.number % RING])

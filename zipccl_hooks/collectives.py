@@ -1,10 +1,12 @@
 """torch.distributed's collectives, compressed: the same names, arguments and results, plus ``policy``.
 
-Data movement (all_gather, all_to_all, broadcast, gather, scatter) delivers the very bits. Reductions
+Data movement (all_gather, all_to_all, broadcast, gather, scatter, send) delivers the very bits. Reductions
 exchange compressed parts and add them up in rank order in fp32, rounding once to the tensor's dtype: the
 result does not depend on message size, piece or arrival, every rank holds the same bits, and for two ranks
 they are those of the plain collective. AVG and PREMUL_SUM multiply each term, in the tensor's dtype,
 before it is added, as NCCL and DDP do. Where a group spans nodes of several ranks, nodes.py tells the order.
+Coalesced calls (coalesced.py) are one call for the tensors of a dtype. Messages (p2p.py: send, recv, isend,
+irecv, batch_isend_irecv) concern their two ranks alone and cannot wait for each other.
 
 What is not compressed goes to torch.distributed: dtypes that do not shrink, small tensors, reduce
 operations other than those three, CPU tensors of groups without gloo and CUDA tensors of groups without
@@ -12,9 +14,9 @@ NCCL; and what switch.py expects to be faster plain. That choice rests only on w
 ``stats()`` counts the reasons.
 
 ``min_bytes`` of the policy is compared with the tensor that the call is about: what one rank
-contributes to a gather, receives from a scatter, reduces, broadcasts or, without split sizes, puts into an
-all_to_all. With splits, of any size on any rank, all_to_all is compressed at every size, since no rank
-knows the others' beforehand.
+contributes to a gather, receives from a scatter, reduces, broadcasts, sends or, without split sizes, puts
+into an all_to_all. With splits, of any size on any rank, all_to_all is compressed at every size, since no
+rank knows the others' beforehand.
 
 Arguments are checked before anything is sent: TypeError and ValueError name the argument. What ranks
 contradict each other in raises errors.PeerMismatch on all of them.
@@ -22,7 +24,7 @@ contradict each other in raises errors.PeerMismatch on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,12 +32,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arguments import check_like, check_list, check_tensor, split_numels
+from .coalesced import all_gather_into_tensor_coalesced as all_gather_into_tensor_coalesced
+from .coalesced import all_reduce_coalesced as all_reduce_coalesced
+from .coalesced import reduce_scatter_tensor_coalesced as reduce_scatter_tensor_coalesced
 from .communicator import Work
 from .config import Policy, default_policy
-from .dispatch import engine, equal_parts, exchange_all, exchange_sum, flatten, run
+from .dispatch import (
+    engine,
+    equal_parts,
+    exchange_all,
+    exchange_sum,
+    flatten,
+    run,
+    sum_in_place,
+    torch_collective,
+)
 from .eligible import decline_reason, resolve_group, scale_of
 from .exchange import Call
-from .format import TILE, align
+from .p2p import batch_isend_irecv as batch_isend_irecv
+from .p2p import irecv as irecv
+from .p2p import isend as isend
+from .p2p import recv as recv
+from .p2p import send as send
 from .rooted import broadcast as broadcast
 from .rooted import gather as gather
 from .rooted import scatter as scatter
@@ -71,14 +89,14 @@ def all_gather_into_tensor(
         )
 
     def native() -> Any:
-        return _native("all_gather_single", "all_gather_into_tensor")(
+        return torch_collective("all_gather_single", "all_gather_into_tensor")(
             output_tensor, input_tensor, group, async_op
         )
 
     def body(call: Call, flat: list[Tensor]) -> None:
         n = input_tensor.numel()
         engine(call).agree(call, 0.0, [n] * size, [n] * size)
-        engine(call).all_gather(call, flatten(input_tensor), equal_parts(flat[0], size))
+        engine(call).all_gather(call, flatten(call, input_tensor), equal_parts(flat[0], size))
 
     return run(
         "all_gather_into_tensor", native, body, [input_tensor], [output_tensor], input_tensor.nbytes,
@@ -104,7 +122,7 @@ def all_gather(
     def body(call: Call, flat: list[Tensor]) -> None:
         n = tensor.numel()
         engine(call).agree(call, 0.0, [n] * call.comm.size, [t.numel() for t in flat])
-        engine(call).all_gather(call, flatten(tensor), flat)
+        engine(call).all_gather(call, flatten(call, tensor), flat)
 
     return run(
         "all_gather",
@@ -136,13 +154,15 @@ def reduce_scatter_tensor(
         )
 
     def native() -> Any:
-        return _native("reduce_scatter_single", "reduce_scatter_tensor")(output, input, op, group, async_op)
+        return torch_collective("reduce_scatter_single", "reduce_scatter_tensor")(
+            output, input, op, group, async_op
+        )
 
     def body(call: Call, flat: list[Tensor]) -> None:
         n = output.numel()
         scale = scale_of(op, size, input.dtype) or 1.0
         engine(call).agree(call, scale, [n] * size, [n] * size)
-        exchange_sum(call, equal_parts(flatten(input), size), flat[0], scale)
+        exchange_sum(call, equal_parts(flatten(call, input), size), flat[0], scale)
 
     return run(
         "reduce_scatter_tensor", native, body, [input], [output], output.nbytes, group, async_op, policy, op
@@ -163,7 +183,7 @@ def reduce_scatter(
     check_list("input_list", input_list, output, resolve_group(group))
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        parts = [flatten(t) for t in input_list]
+        parts = [flatten(call, t) for t in input_list]
         scale = scale_of(op, call.comm.size, output.dtype) or 1.0
         engine(call).agree(call, scale, [p.numel() for p in parts], [output.numel()] * call.comm.size)
         exchange_sum(call, parts, flat[0], scale)
@@ -188,15 +208,12 @@ def all_reduce(
     check_tensor("tensor", tensor)
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        comm, x = call.comm, flat[0]
+        size, x = call.comm.size, flat[0]
         if not tensor.is_contiguous():
-            x.copy_(flatten(tensor))
-        scale = scale_of(op, comm.size, tensor.dtype) or 1.0
-        engine(call).agree(call, scale, [len(x)] * comm.size, [len(x)] * comm.size)
-        shard = align(-(-len(x) // comm.size), TILE)  # whole tiles, so that only the last has a tail
-        shards = [x[rank * shard : (rank + 1) * shard] for rank in range(comm.size)]
-        exchange_sum(call, shards, shards[comm.rank], scale)
-        engine(call).all_gather(call, shards[comm.rank], shards)
+            x.copy_(flatten(call, tensor))
+        scale = scale_of(op, size, tensor.dtype) or 1.0
+        engine(call).agree(call, scale, [len(x)] * size, [len(x)] * size)
+        sum_in_place(call, x, scale)
 
     return run(
         "all_reduce",
@@ -263,7 +280,9 @@ def all_to_all_single(
     num_bytes = input.nbytes if even else None
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        exchange_all(call, flatten(input).split(sends), flat[0].split(expects), sends[0] if even else None)
+        exchange_all(
+            call, flatten(call, input).split(sends), flat[0].split(expects), sends[0] if even else None
+        )
 
     return run("all_to_all_single", native, body, [input], [output], num_bytes, group, async_op, policy)
 
@@ -284,15 +303,10 @@ def all_to_all(
     check_list("output_tensor_list", output_tensor_list, input_tensor_list[0], resolve_group(group))
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        exchange_all(call, [flatten(t) for t in input_tensor_list], flat)
+        exchange_all(call, [flatten(call, t) for t in input_tensor_list], flat)
 
     return run(
         "all_to_all",
         lambda: dist.all_to_all(list(output_tensor_list), list(input_tensor_list), group, async_op),
         body, input_tensor_list, output_tensor_list, None, group, async_op, policy,
     )  # fmt: skip
-
-
-def _native(newer: str, older: str) -> Callable[..., Any]:
-    """torch 2.13 renamed the single-tensor collectives and warns about the older names."""
-    return getattr(dist, newer, None) or getattr(dist, older)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,20 +11,61 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import cuda_exchange, exchange, nodes
-from .channel import channel
+from .channel import Channel, channel
 from .codec import resolve_mode
-from .communicator import Work, communicator
+from .communicator import Communicator, Work, communicator
 from .config import Policy, default_policy
 from .counters import recorder
 from .cuda_work import enqueue
 from .eligible import decline_reason, resolve_group
 from .exchange import Call
-from .switch import switch
+from .format import TILE, Mode, align
+from .switch import Switch, switch
+
+
+def torch_collective(newer: str, older: str) -> Callable[..., Any]:
+    """A single-tensor collective of torch, which 2.13 renamed, and warns about the older name."""
+    return getattr(dist, newer, None) or getattr(dist, older)
 
 
 def uses_streams(x: Tensor) -> bool:
     """Whether calls on such tensors are enqueued on streams; else a thread of the host carries them out."""
     return x.is_cuda
+
+
+@dataclass
+class Request:
+    """A call to be compressed; ``body(call, flat)`` fills ``flat``, the outputs, flat and contiguous."""
+
+    name: str
+    body: Callable[[Call, list[Tensor]], None]
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    num_bytes: int | None
+    policy: Policy
+
+    @property
+    def tensor(self) -> Tensor:
+        """One of its tensors, which are alike."""
+        return (*self.inputs, *self.outputs)[0]
+
+    @property
+    def mode(self) -> Mode:
+        """The policy's, for this dtype."""
+        return resolve_mode(self.policy.mode, self.tensor.dtype)
+
+    def flat_outputs(self) -> tuple[list[Tensor], Callable[[], None]]:
+        """The outputs for ``body``, and what brings those that are not contiguous back to their place."""
+        targets = [t.detach() for t in self.outputs]
+        flat = [torch.empty_like(t, memory_format=torch.contiguous_format).view(-1)
+                if not t.is_contiguous() else t.view(-1) for t in targets]  # fmt: skip
+
+        def put_back() -> None:
+            for target, filled in zip(targets, flat, strict=True):
+                if not target.is_contiguous():
+                    target.copy_(filled.view(target.shape))
+
+        return flat, put_back
 
 
 def run(
@@ -38,54 +80,60 @@ def run(
     policy: Policy | None,
     op: Any = None,
 ) -> Work | dist.Work | None:
-    """Sends one call down its path; ``body(call, flat)`` fills ``flat``, the outputs, flat and contiguous."""
+    """Sends one call of a collective down its path."""
     resolved = resolve_group(group)
     if resolved is None:
         return native()
-    reference = (*inputs, *outputs)[0]
-    policy = policy or default_policy()
-    reason = decline_reason(reference, num_bytes, resolved, policy, op)
+    request = Request(name, body, inputs, outputs, num_bytes, policy or default_policy())
+    reason = decline_reason(request.tensor, num_bytes, resolved, request.policy, op)
     if reason is not None:
         recorder(resolved).native(name, reason, sum(t.nbytes for t in inputs))
         return native()
-    mode = resolve_mode(policy.mode, reference.dtype)
-    found = channel(resolved, reference.device) if uses_streams(reference) else None
-    chooser = switch(resolved, found) if found is not None and policy.adaptive else None
-    if chooser is not None:
-        chosen = chooser.choose(name, num_bytes, reference.dtype, policy.mode)
-        if chosen is None:
-            recorder(resolved).native(name, "faster so", sum(t.nbytes for t in inputs))
-            return native()
-        mode = chosen
-    call = Call(communicator(resolved), name, reference.dtype, mode)
-    in_place = [t.is_contiguous() for t in outputs]
-    flat = [(t if whole else torch.empty_like(t, memory_format=torch.contiguous_format)).detach().view(-1)
-            for t, whole in zip(outputs, in_place, strict=True)]  # fmt: skip
-
-    def put_back() -> None:
-        for target, filled, whole in zip(outputs, flat, in_place, strict=True):
-            if not whole:
-                target.detach().copy_(filled.view(target.shape))
-
-    if found is not None:
-        call.channel = found
-        work = enqueue(
-            call, lambda: body(call, flat), put_back, [*inputs, *outputs, *flat], outputs, async_op
-        )
-        if chooser is not None:
-            chooser.learn(call, num_bytes, policy.mode)
+    if uses_streams(request.tensor):
+        found = channel(resolved, request.tensor.device)
+        chooser = switch(found) if request.policy.adaptive else None
+        return on_streams(request, found, chooser, native, async_op)
+    work = on_thread(request, communicator(resolved))
+    if async_op:
         return work
+    work.wait()
+    return None
+
+
+def on_thread(request: Request, comm: Communicator) -> Work:
+    """Has the communicator's thread carry out a request."""
+    call = Call(comm, request.name, request.tensor.dtype, request.mode)
+    flat, put_back = request.flat_outputs()
 
     def carry_out() -> None:
-        body(call, flat)
+        request.body(call, flat)
         call.finish()
         put_back()
 
-    submitted = call.comm.submit(carry_out, list(outputs))
-    if async_op:
-        return submitted
-    submitted.wait()
-    return None
+    return comm.submit(carry_out, list(request.outputs))
+
+
+def on_streams(
+    request: Request, channel: Channel, chooser: Switch | None, native: Callable[[], Any], async_op: bool
+) -> Any:
+    """Enqueues a request, compressed, or plain where ``chooser`` expects that to be faster."""
+    dtype, policy, mode = request.tensor.dtype, request.policy, request.mode
+    if chooser is not None:
+        chosen = chooser.choose(request.name, request.num_bytes, dtype, policy.mode)
+        if chosen is None:
+            num_bytes = sum(t.nbytes for t in request.inputs)
+            channel.comm.recorder.native(request.name, "faster so", num_bytes)
+            return native()
+        mode = chosen
+    call = Call(channel.comm, request.name, dtype, mode, channel=channel)
+    flat, put_back = request.flat_outputs()
+    call.tensors += (*request.inputs, *request.outputs, *flat)
+    outputs = list(request.outputs)
+    work = enqueue(channel, lambda: request.body(call, flat), put_back, call.tensors, outputs, async_op)
+    call.finish()
+    if chooser is not None:
+        chooser.learn(call, request.num_bytes, policy.mode)
+    return work
 
 
 def engine(call: Call) -> Any:
@@ -93,8 +141,12 @@ def engine(call: Call) -> Any:
     return exchange if call.channel is None else cuda_exchange
 
 
-def flatten(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1)
+def flatten(call: Call, tensor: Tensor) -> Tensor:
+    """A tensor, flat; a copy where it is not contiguous, which the call keeps."""
+    flat = tensor.detach().contiguous().view(-1)
+    if not tensor.is_contiguous():
+        call.tensors.append(flat)
+    return flat
 
 
 def equal_parts(flat: Tensor, size: int) -> list[Tensor]:
@@ -122,3 +174,12 @@ def exchange_sum(call: Call, parts: Sequence[Tensor], out: Tensor, scale: float)
         one.reduce_scatter(call, parts, out, scale)
     else:
         found.reduce_scatter(call, parts, out, scale, one.reduce_scatter)
+
+
+def sum_in_place(call: Call, x: Tensor, scale: float) -> None:
+    """Flat ``x``: the ranks' ``x * scale``, added; a reduce-scatter, then an all-gather."""
+    comm = call.comm
+    shard = align(-(-len(x) // comm.size), TILE)  # whole tiles, so that only the last has a tail
+    shards = [x[rank * shard : (rank + 1) * shard] for rank in range(comm.size)]
+    exchange_sum(call, shards, shards[comm.rank], scale)
+    engine(call).all_gather(call, shards[comm.rank], shards)

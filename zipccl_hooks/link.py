@@ -80,19 +80,18 @@ def measure(
     return Link(world, nodes, costs)
 
 
-def measure_group(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """The Link of a group for tensors on ``device``, with PAIRWISE on a CPU. Collective."""
-    kinds = KINDS if device.type == "cuda" else (*KINDS, PAIRWISE)
-    run, agree = native_run(group, device), native_agree(group, device)
-    return measure(run, agree, group.size(), count_nodes(group, device), kinds)
+def measure_backend(backend: Any, device: torch.device, kinds: Sequence[str] = KINDS) -> Link:
+    """The Link of a backend object's ranks for tensors on ``device``. Collective."""
+    size = backend.size()
+    run, agree = backend_run(backend, backend.rank(), size, device), native_agree(backend, device)
+    return measure(run, agree, size, count_nodes(backend, device), kinds)
 
 
 # The native collectives, below the dispatcher, so that nothing that intercepts calls sees them
 
 
-def native_agree(group: dist.ProcessGroup, device: torch.device) -> Agree:
+def native_agree(backend: Any, device: torch.device) -> Agree:
     """The maximum of each number over the ranks, on all of them. What it returns is collective."""
-    backend: Any = group._get_backend(device)
     options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
 
@@ -104,22 +103,16 @@ def native_agree(group: dist.ProcessGroup, device: torch.device) -> Agree:
     return agree
 
 
-def count_nodes(group: dist.ProcessGroup, device: torch.device) -> int:
-    """How many hosts a group's ranks run on, by name. Collective."""
+def count_nodes(backend: Any, device: torch.device) -> int:
+    """How many hosts the ranks run on, by name. Collective."""
     mine = torch.tensor([zlib.crc32(socket.gethostname().encode())], dtype=torch.int64, device=device)
-    names = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    backend: Any = group._get_backend(device)
+    names = torch.zeros(backend.size(), dtype=torch.int64, device=device)
     backend._allgather_base(names, mine).wait()
     return len(set(names.tolist()))
 
 
-def native_run(group: dist.ProcessGroup, device: torch.device) -> Run:
-    """Runs and times one of a group's native collectives of fp32, or PAIRWISE's sends and receives."""
-    return backend_run(group._get_backend(device), group.rank(), group.size(), device)
-
-
 def backend_run(backend: Any, rank: int, size: int, device: torch.device) -> Run:
-    """The same for a backend object."""
+    """Runs and times one of a backend's collectives of fp32, or PAIRWISE's sends and receives."""
     peers = [peer for peer in range(size) if peer != rank]
     root = dist.BroadcastOptions()
     root.rootRank, root.rootTensor = 0, 0

@@ -131,7 +131,9 @@ def _make(
         sends = [(peer, payload[: out_bytes[peer]]) for peer, _, payload in encodings]
         communicate = peers.exchange(turn, sends, [peer for peer, lay in enumerate(in_layouts) if lay])
     elif pattern == "broadcast":
-        communicate = _broadcast(channel, received[root] if mine is None else mine[: max(out_bytes)], root)
+        communicate = plain_broadcast(
+            channel, received[root] if mine is None else mine[: max(out_bytes)], root
+        )
     elif pattern == "gather":
         # A rank without a part takes part: with what stands in its place of the buffer.
         slot = received[rank] if mine is None else mine[: out_bytes[0]]
@@ -165,7 +167,7 @@ def _alike(out_bytes: list[int], in_bytes: list[int]) -> bool:
 # The group's own collectives. Not async: they then run on the current stream, and no Work is made.
 
 
-def _broadcast(channel: Channel, tensor: Tensor, root: int) -> Callable[[], object]:
+def plain_broadcast(channel: Channel, tensor: Tensor, root: int) -> Callable[[], object]:
     options = dist.distributed_c10d.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = root, 0, False
     return lambda: channel.backend.broadcast([tensor], options)

@@ -78,6 +78,7 @@ class Shared:
 
     def __init__(self, comm: Communicator) -> None:
         self.rank, self.size, self.backend, self.recorder = comm.rank, comm.size, comm.backend, comm.recorder
+        self.group_rank = comm.group_rank
         cut = NUM_CONTROL, NUM_CONTROL + RING, NUM_CONTROL + RING + 2 * comm.size
         num_words = cut[2] + RING * comm.size * WORDS
         self.pinned = torch.zeros(num_words, dtype=torch.int64).pin_memory()
@@ -105,7 +106,7 @@ class Shared:
                     self._fetch(request)
                     self.words[REPLY] = request
                 except Exception as error:
-                    self.error = ZipcclError(f"rest of a payload: {error}", rank=self.rank)
+                    self.error = ZipcclError(f"rest of a payload: {error}", rank=self.group_rank)
                     logger.error("%s", self.error)
                     self.words[REPLY] = -1
             elif self.words[DONE] >= self.number and self.number == seen:
@@ -132,7 +133,9 @@ class Shared:
         if self.timeout is None or oldest is None or oldest.number != done + 1:
             return
         if time.monotonic() - oldest.issued > self.timeout:
-            logger.critical("rank %d: %s not complete after %.0f s", self.rank, oldest.name, self.timeout)
+            logger.critical(
+                "rank %d: %s not complete after %.0f s", self.group_rank, oldest.name, self.timeout
+            )
             os.abort()
 
     def _fetch(self, request: int) -> None:

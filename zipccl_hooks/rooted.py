@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import check_list, check_tensor
+from .arguments import check_list, check_tensor, rank_in_group
 from .communicator import Work
 from .config import Policy
 from .dispatch import engine, exchange_all, flatten, run
@@ -13,20 +13,6 @@ from .eligible import resolve_group
 from .exchange import Call
 
 Group = dist.ProcessGroup
-
-
-def _root(name: str, rank: int | None, group_rank: int | None, group: Group | None) -> int:
-    """The root's rank in the group, from a global rank or one of the group."""
-    if group is None:
-        return 0
-    if (rank is None) == (group_rank is None):
-        raise ValueError(
-            f"{name}: expected either {name} or group_{name}, got {name}={rank}, group_{name}={group_rank}"
-        )
-    root = dist.get_group_rank(group, rank) if rank is not None else int(group_rank or 0)
-    if not 0 <= root < group.size():
-        raise ValueError(f"group_{name}: expected a rank below {group.size()}, got {root}")
-    return root
 
 
 def broadcast(
@@ -41,12 +27,12 @@ def broadcast(
     """torch.distributed.broadcast, in place; ``src`` is a global rank, ``group_src`` one of the group."""
     check_tensor("tensor", tensor)
     resolved = resolve_group(group)
-    root = _root("src", src, group_src, resolved)
+    root = rank_in_group("src", src, group_src, resolved)
 
     def body(call: Call, flat: list[Tensor]) -> None:
         comm, x = call.comm, flat[0]
         if not tensor.is_contiguous():
-            x.copy_(flatten(tensor))
+            x.copy_(flatten(call, tensor))
         sends = [len(x)] * comm.size if comm.rank == root else [0] * comm.size
         expects = [len(x) if rank == root else 0 for rank in range(comm.size)]
         engine(call).agree(call, float(root), sends, expects)
@@ -70,7 +56,7 @@ def _root_of_list(
 ) -> int:
     """The root, rank 0 if none is given, once it alone is found to have a tensor per rank like ``tensor``."""
     check_tensor("tensor", tensor)
-    root = _root(rank_name, 0 if rank is None and group_rank is None else rank, group_rank, group)
+    root = rank_in_group(rank_name, 0 if rank is None and group_rank is None else rank, group_rank, group)
     if group is None or group.rank() != root:
         if tensors:
             raise ValueError(f"{list_name}: expected none but at the root, got {len(tensors)} tensors")
@@ -97,7 +83,7 @@ def scatter(
 
     def body(call: Call, flat: list[Tensor]) -> None:
         nothing = flat[0][:0]
-        parts = [flatten(t) for t in scatter_list or []] or [nothing] * call.comm.size
+        parts = [flatten(call, t) for t in scatter_list or []] or [nothing] * call.comm.size
         outs = [flat[0] if rank == root else nothing for rank in range(call.comm.size)]
         exchange_all(call, parts, outs, tensor.numel())
 
@@ -122,7 +108,7 @@ def gather(
     root = _root_of_list("dst", dst, group_dst, "gather_list", gather_list, tensor, resolve_group(group))
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        x = flatten(tensor)
+        x = flatten(call, tensor)
         parts = [x if rank == root else x[:0] for rank in range(call.comm.size)]
         exchange_all(call, parts, flat or [x[:0]] * call.comm.size, tensor.numel())
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from . import cuda_exchange, link, nodes
 from .channel import LAG, Channel, channel
 from .choose import (
     CROSS,
+    KINDS,
     LOCAL,
     MARGIN,
     MIB,
@@ -56,7 +58,12 @@ KIND = {
     "all_reduce": "all_reduce",
     "all_to_all": "all_to_all",
     "all_to_all_single": "all_to_all",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_reduce_coalesced": "all_reduce",
     "broadcast": "broadcast",
+    "send": "broadcast",
+    "recv": "broadcast",
     "gather": "all_to_all",  # of which it is one rank's share
     "scatter": "all_to_all",
 }
@@ -83,20 +90,20 @@ class _Kind:
 
 
 class Switch:
-    """Chooses for the calls of one channel. Making one is collective."""
+    """Chooses for the calls of one channel, of these ``kinds``. Making one is collective."""
 
-    def __init__(self, channel: Channel, group: dist.ProcessGroup) -> None:
+    def __init__(self, channel: Channel, kinds: Sequence[str]) -> None:
         device = channel.device
-        agree = link.native_agree(group, device)
-        self.backend = link.measure_group(group, device)
+        agree = link.native_agree(channel.backend, device)
+        self.backend = link.measure_backend(channel.backend, device, kinds)
         self.flat = _with_peers(self.backend, channel, agree)
         self.link = _with_nodes(self.flat, channel, agree)
         self.speeds = link.agree_codec(link.measure_codec(device), agree)
         (self.least_seconds,) = agree([_least_seconds(channel)])
         self._kinds: dict[Any, _Kind] = {}
         logger.info(
-            "group %s: %s, %s, %.0f us an exchange",
-            group.group_name, self.link, self.speeds, 1e6 * self.least_seconds,
+            "ranks %s: %s, %s, %.0f us an exchange",
+            list(channel.comm.members), self.link, self.speeds, 1e6 * self.least_seconds,
         )  # fmt: skip
 
     def predict(
@@ -172,7 +179,7 @@ class Switch:
 def _with_peers(flat: Link, channel: Channel, agree: link.Agree) -> Link:
     """Adds what copies among peers take, where the channel has them. Collective.
 
-    Where they are no faster than the group's own all-gather, the channel does without.
+    Where they are no faster than the backend's all-gather (or broadcast, of a direction), it does without.
     """
     found = channel.peers
     if found is None or not found.reserve(max(PEERS_SIZES) // (flat.world - 1)):
@@ -193,7 +200,8 @@ def _with_peers(flat: Link, channel: Channel, agree: link.Agree) -> Link:
 
     cost = link.measure(run, agree, flat.world, 1, [PEERS], PEERS_SIZES).costs[PEERS]
     largest, others = max(PEERS_SIZES), flat.world - 1
-    if cost.seconds(largest) > flat.costs["all_gather"].seconds(largest / others):
+    native = flat.costs.get("all_gather") or flat.costs["broadcast"]
+    if cost.seconds(largest) > native.seconds(largest / others):
         channel.drop_peers()
         return flat
     return replace(flat, costs={**flat.costs, PEERS: cost})
@@ -234,22 +242,23 @@ def _least_seconds(channel: Channel) -> float:
 
     for _ in range(LAG + 2):
         call()
-    torch.cuda.synchronize(channel.device)
+    # Not the whole device, where kernels may wait for ranks that wait for this one.
+    channel.decoding.synchronize()
     start = time.perf_counter()
     for _ in range(FLOOR_CALLS):
         call()
-    torch.cuda.synchronize(channel.device)
+    channel.decoding.synchronize()
     return (time.perf_counter() - start) / FLOOR_CALLS
 
 
 _switches: weakref.WeakKeyDictionary[Channel, Switch] = weakref.WeakKeyDictionary()
 
 
-def switch(group: dist.ProcessGroup, channel: Channel) -> Switch:
-    """The switch of a channel; the first call for a group is collective."""
+def switch(channel: Channel, kinds: Sequence[str] = KINDS) -> Switch:
+    """The switch of a channel; the first call for one is collective."""
     found = _switches.get(channel)
     if found is None:
-        found = _switches[channel] = Switch(channel, group)
+        found = _switches[channel] = Switch(channel, kinds)
     return found
 
 
@@ -269,12 +278,15 @@ def explain(
     Raises:
         ValueError: another op, a group that this rank is not in or that has no NCCL, a dtype not coded.
     """
-    if op not in KIND:
-        raise ValueError(f"op: expected one of {tuple(KIND)}, got {op!r}")
+    known = tuple(
+        name for name in KIND if name not in ("send", "recv")
+    )  # of which each pair has its own link
+    if op not in known:
+        raise ValueError(f"op: expected one of {known}, got {op!r}")
     if not format_dtype(dtype).exponent_bits:
         raise ValueError(f"dtype: expected one that is compressed, got {dtype}")
     resolved = resolve_group(group)
     if resolved is None or torch.device("cuda") not in resolved._device_types:
         raise ValueError(f"group: expected one of this rank's with NCCL, got {group}")
     found = channel(resolved, torch.device("cuda", torch.cuda.current_device()))
-    return switch(resolved, found).explain(op, numel, dtype, mode)
+    return switch(found).explain(op, numel, dtype, mode)
