@@ -22,7 +22,7 @@ from test_cuda_collectives import ALL, prepared
 
 from zipccl_hooks import channel, collectives, peers
 from zipccl_hooks.config import peer_to_peer
-from zipccl_hooks.cuda import ipc
+from zipccl_hooks.cuda import ipc, program
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def without(group: dist.ProcessGroup, how: str) -> Any:
 
             ipc.attach, peers._attached = refuse_too, {}
         else:
-            ipc.copy = lambda target, source, num_bytes, stream: None
+            program.Program.copy = lambda self, target, source, num_bytes, stream: None
     for numel in (5000, 70_001):
         gathered(group, numel)
     found = channel.channel(group, torch.device("cpu")).peers

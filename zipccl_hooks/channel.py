@@ -93,8 +93,8 @@ class Channel:
         self.timeout: float = backend.options._timeout.total_seconds()
         with torch.cuda.device(device):
             self.encoding, self.exchanging, self.decoding = (torch.cuda.Stream(priority=-1) for _ in range(3))
-            self._free = [torch.cuda.Event(), torch.cuda.Event()]  # when a turn's buffers are no longer read
-            self._steps = [torch.cuda.Event() for _ in range(4)]
+            # When a turn's buffers are no longer read; behind its encoding and its exchange.
+            self.free, self.encoded, self.arrived = ([self._event(), self._event()] for _ in range(3))
             self._called, self._joined = torch.cuda.Event(), torch.cuda.Event()
         self.peers = find_peers(comm, device)
         self._buffers: dict[str, Tensor] = {}
@@ -113,6 +113,12 @@ class Channel:
         )
         self._thread = threading.Thread(target=self._shared.serve, name="zipccl-rests", daemon=True)
         self._thread.start()
+
+    def _event(self) -> torch.cuda.Event:
+        """One that has its handle, which torch makes when it is first recorded."""
+        event = torch.cuda.Event()
+        event.record(self.encoding)
+        return event
 
     def check(self) -> None:
         """Raises what went wrong on the device in an earlier call."""
@@ -154,13 +160,6 @@ class Channel:
         self._joined.record(other)
         stream.wait_event(self._joined)
 
-    def follow(self, stream: torch.cuda.Stream, other: torch.cuda.Stream, turn: int) -> None:
-        """Goes on with ``stream`` where ``other`` stops."""
-        event = self._steps[2 * turn + (stream is self.decoding)]
-        event.record(other)
-        stream.wait_event(event)
-        _set_stream(stream)
-
     def flow(self, key: Any) -> Flow:
         found = self._flows.get(key)
         if found is None:
@@ -168,16 +167,9 @@ class Channel:
         return found
 
     def next_turn(self) -> int:
-        """0 or 1, alternating: which buffers to use. The encoding stream waits until they are free."""
+        """0 or 1, alternating: which buffers to use."""
         self._turn ^= 1
-        self.encoding.wait_event(self._free[self._turn])
         return self._turn
-
-    def end_turn(self, turn: int, peers: Peers | None) -> None:
-        """Behind the last decoding of a turn, on its stream."""
-        if peers is not None:
-            peers.release(turn)
-        self._free[turn].record(self.decoding)
 
     def slots(self, name: str, sizes: list[int]) -> list[Tensor]:
         """uint8 tensors of these sizes, each on 128 bytes, in a buffer kept from call to call.
@@ -232,17 +224,22 @@ class Channel:
             shared.busy.set()
         return exchange
 
-    def rest(self, exchange: Exchange, stamped: bool) -> None:
-        """Starts the kernel behind an exchange, on the current stream."""
-        slot = exchange.number % RING
-        launch.rest(
-            self.index, self.table(exchange), self.comm.size, self._control, self._rates + 8 * slot,
-            self._wants, self._staging, self._shared.stage, exchange.number, int(stamped),
-        )  # fmt: skip
-
     def table(self, exchange: Exchange) -> int:
         """Address of an exchange's table."""
         return self._tables + exchange.number % RING * self.comm.size * ENTRY_BYTES
+
+    def rest(self, stamped: bool) -> launch.Launch:
+        """The kernel behind an exchange; set_rest says of which."""
+        return launch.resting(
+            self.index, 0, self.comm.size, self._control, 0, self._wants, self._staging, self._shared.stage,
+            0, int(stamped),
+        )  # fmt: skip
+
+    def set_rest(self, arguments: Any, exchange: Exchange) -> None:
+        """Its table, the word for its rate, its number."""
+        arguments[0] = self.table(exchange)
+        arguments[3] = self._rates + 8 * (exchange.number % RING)
+        arguments[7] = exchange.number
 
     def rate(self, exchange: Exchange) -> int:
         """What an exchange needed; waits for the device where it is not that far."""
@@ -266,7 +263,7 @@ class Channel:
 
     def close(self) -> None:
         """Ends the thread."""
-        if self.peers is not None and self._free[0].query() and self._free[1].query():
+        if self.peers is not None and self.decoding.query():
             self.peers.close()
         self._shared.closed = True
         self._shared.busy.set()

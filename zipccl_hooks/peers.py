@@ -22,14 +22,13 @@ import logging
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .communicator import Communicator
 from .config import node_name, peer_to_peer
-from .cuda import ipc
+from .cuda import ipc, program
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,6 @@ class Peers:
         self._regions: list[int] = []  # addresses of every rank's regions (turn, peer)
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)  # this rank's regions
         self._counts = [0] * TURNS
-        self._releases: list[Any] = []
 
     def reserve(self, num_bytes: int) -> bool:
         """Whether payloads of that size have room; all ranks ask alike. Collective where regions grow."""
@@ -68,11 +66,6 @@ class Peers:
         try:
             if not self._words:
                 _, self._words = self._share(lambda: ipc.allocate(self._num_words() * 4, self.device))
-                others = [peer for peer in range(self.size) if peer != self.rank]
-                self._releases = [
-                    ipc.WordOperations([self._free(peer, turn, self.rank) for peer in others], [])
-                    for turn in range(TURNS)
-                ]
             num_bytes = TURNS * self.size * region
             self._memory, self._regions = self._share(lambda: _allocate(num_bytes, self.device))
             self.region = region
@@ -114,8 +107,10 @@ class Peers:
         with torch.cuda.device(self.device):
             mine = torch.full((128,), self.rank + 1, dtype=torch.uint8, device=self.device)
             stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+            copies = program.Program()
             for peer in range(self.size):
-                ipc.copy(self._slot(peer, 0, self.rank), mine.data_ptr(), len(mine), stream)
+                copies.copy(self._slot(peer, 0, self.rank), mine.data_ptr(), len(mine), stream)
+            copies.run()
             torch.cuda.synchronize(self.device)
             self._agree("")  # all have written
             slots = [slot.tolist() for slot in self.received(0, [128] * self.size)]
@@ -145,40 +140,44 @@ class Peers:
         return [slot[:size] for slot, size in zip(regions, sizes, strict=True)]
 
     def exchange(
-        self, turn: int, sends: Sequence[tuple[int, Tensor]], senders: Sequence[int]
-    ) -> Callable[[], None]:
-        """What starts an exchange on the current stream: of payloads to peers, from ``senders``.
+        self,
+        steps: program.Program,
+        turn: int,
+        sends: Sequence[tuple[int, Tensor]],
+        senders: Sequence[int],
+        stream: int,
+    ) -> None:
+        """Adds an exchange to a program: of payloads to peers, from ``senders``, on a stream.
 
         Peers take their turns one rank apart, so that no one is written to by all at a time.
         """
         ordered = sorted(sends, key=lambda send: (send[0] - self.rank) % self.size)
-        copies = [
-            (self._slot(peer, turn, self.rank), payload.data_ptr(), payload.numel())
-            for peer, payload in ordered
-        ]
         to = [peer for peer, _ in ordered]
-        until_free = ipc.WordOperations([], [self._free(self.rank, turn, peer) for peer in to])
-        until_arrived = ipc.WordOperations(
+        until_free = program.word_operations([], [self._free(self.rank, turn, peer) for peer in to])
+        until_arrived = program.word_operations(
             [self._arrived(peer, turn, self.rank) for peer in to],
             [self._arrived(self.rank, turn, peer) for peer in senders],
         )
-        counts, index = self._counts, self.device.index
+        counts = self._counts
 
-        def start() -> None:
-            stream = torch._C._cuda_getCurrentRawStream(index)
-            if copies and counts[turn]:
-                until_free.enqueue(counts[turn], stream)
+        def count() -> None:
+            program.set_number(until_free, counts[turn])
             counts[turn] += 1
-            for target, source, num_bytes in copies:
-                ipc.copy(target, source, num_bytes, stream)
-            until_arrived.enqueue(counts[turn], stream)
+            program.set_number(until_arrived, counts[turn])
 
-        return start
+        steps.call(count)
+        steps.words(until_free, stream)
+        for peer, payload in ordered:
+            target = self._slot(peer, turn, self.rank)
+            steps.copy(target, payload.data_ptr(), payload.numel(), stream)
+        steps.words(until_arrived, stream)
 
-    def release(self, turn: int) -> None:
-        """Tells all peers, from the current stream, that a turn's payloads are decoded."""
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        self._releases[turn].enqueue(self._counts[turn], stream)
+    def release(self, steps: program.Program, turn: int, stream: int) -> None:
+        """Adds to a program what tells all peers that a turn's payloads are decoded."""
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        decoded = program.word_operations([self._free(peer, turn, self.rank) for peer in others], [])
+        steps.call(lambda: program.set_number(decoded, self._counts[turn]))
+        steps.words(decoded, stream)
 
     def close(self) -> None:
         """When the group goes and its streams are idle: they waited for all that came."""

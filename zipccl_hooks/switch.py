@@ -41,6 +41,7 @@ from .choose import (
     predict,
 )
 from .codec import resolve_mode
+from .cuda import program
 from .eligible import resolve_group
 from .exchange import Call
 from .format import Mode
@@ -190,13 +191,10 @@ def _with_peers(flat: Link, channel: Channel, agree: link.Agree) -> Link:
     def run(kind: str, num_bytes: int) -> float:
         part = source[: num_bytes // (flat.world - 1)]
         others = [peer for peer in range(flat.world) if peer != channel.comm.rank]
-        start = found.exchange(0, [(peer, part) for peer in others], others)
-
-        def call() -> None:
-            start()
-            found.release(0)
-
-        return link.timed(call, channel.device, meet)
+        stream, steps = torch._C._cuda_getCurrentRawStream(channel.index), program.Program()
+        found.exchange(steps, 0, [(peer, part) for peer in others], others, stream)
+        found.release(steps, 0, stream)
+        return link.timed(steps.run, channel.device, meet)
 
     cost = link.measure(run, agree, flat.world, 1, [PEERS], PEERS_SIZES).costs[PEERS]
     largest, others = max(PEERS_SIZES), flat.world - 1

@@ -1,13 +1,8 @@
-"""GPU memory that other processes of a node write into, and words in it that streams wait for.
-
-A thin layer over the CUDA driver; peers.py says what it is for.
-"""
+"""GPU memory that other processes of a node write into; peers.py says what it is for."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,44 +48,3 @@ def attach(handle: bytes, device: torch.device) -> int:
     ctypes.memmove(opened.getPtr(), handle, HANDLE_BYTES)
     with torch.cuda.device(device):
         return int(checked(driver.cuIpcOpenMemHandle(opened, _LAZY_ENABLE_PEER_ACCESS)))
-
-
-def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
-    """Enqueues a copy between addresses of any GPUs; a copy engine carries it out."""
-    from cuda.bindings import driver
-
-    checked(driver.cuMemcpyDtoDAsync(target, source, num_bytes, stream))
-
-
-class WordOperations:
-    """Writes of a number to some 32-bit words, then waits until others have reached it, in one driver call.
-
-    A write comes after all memory traffic of the stream before it. Waits compare modulo 2**32.
-    """
-
-    def __init__(self, writes: Sequence[int], waits: Sequence[int]) -> None:
-        from cuda.bindings import driver
-
-        kinds = driver.CUstreamBatchMemOpType
-        self._values: list[Any] = []
-        self._operations = []
-        for kind, member, addresses in (
-            (kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, "writeValue", writes),
-            (kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32, "waitValue", waits),
-        ):
-            for address in addresses:
-                operation = driver.CUstreamBatchMemOpParams()
-                operation.operation = kind
-                value = getattr(operation, member)
-                value.operation, value.address = kind, address
-                value.flags = 0  # CU_STREAM_WRITE_VALUE_DEFAULT, CU_STREAM_WAIT_VALUE_GEQ
-                self._operations.append(operation)
-                self._values.append(value)
-
-    def enqueue(self, number: int, stream: int) -> None:
-        from cuda.bindings import driver
-
-        for value in self._values:
-            value.value = number & 0xFFFFFFFF
-        if self._operations:
-            checked(driver.cuStreamBatchMemOp(stream, len(self._operations), self._operations, 0))
