@@ -485,7 +485,7 @@ def switched(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:
     """(what explain says it does, compressed calls, native calls) with a slow link, a fast one, hard data."""
     if dist.get_backend(group) == "gloo":  # which has not all of these calls for CUDA tensors
         slow = {"all_gather": Cost(1.0, 1.0)}  # slower than copies among peers
-        link.measure_backend = lambda backend, device, kinds: Link(group.size(), 1, slow)
+        link.measure_backend = lambda backend, device: Link(group.size(), 1, slow)
         link.native_agree = lambda backend, device: list
     found = channel.channel(group, gpu(torch.empty(0)).device)
     chooser = switch.switch(found)

@@ -162,7 +162,7 @@ def test_one_rank_has_no_link() -> None:
 
 
 def measured(group: dist.ProcessGroup) -> Link:
-    return link.measure_backend(group._get_backend(CPU), CPU, (*KINDS, PAIRWISE))
+    return link.measure_backend(group._get_backend(CPU), CPU)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -1,4 +1,4 @@
-"""send, recv and their kin: over gloo, and on CUDA tensors over NCCL, staged, and emulated."""
+"""send, recv and their kin, over gloo."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ import torch.distributed as dist
 import transports
 from corpus import CODED, name_of
 from test_collectives import assert_bits, compressed_calls, data
-from transports import POOLS, OnRanks, over, put, room
+from transports import OnRanks, over, put, room
 
-from zipccl_hooks import Policy, collectives, link, reset_stats, stats
-from zipccl_hooks.choose import Cost, Link
+from zipccl_hooks import Policy, collectives, reset_stats, stats
 from zipccl_hooks.communicator import Work
-from zipccl_hooks.cuda_work import DeferredWork
 from zipccl_hooks.errors import PeerMismatch
 
 ALL = Policy(min_bytes=0, adaptive=False)
@@ -46,7 +44,7 @@ def both_ways(group: dist.ProcessGroup, dtype: torch.dtype, numel: int, hostile:
     works += [collectives.irecv(outs[1], group=group, group_src=other, policy=ALL)]  # both receive first
     works += [collectives.isend(inputs[rank], group=group, group_dst=other, policy=ALL)]
     for work in reversed(works):
-        assert isinstance(work, DeferredWork if transports.STREAMS else Work) and work.wait()
+        assert isinstance(work, Work) and work.wait()
     if rank == 0:
         assert collectives.send(inputs[0], 1, group, policy=ALL) is None
         assert collectives.recv(outs[2], 1, group, policy=ALL) == 1
@@ -59,7 +57,7 @@ def both_ways(group: dist.ProcessGroup, dtype: torch.dtype, numel: int, hostile:
     assert [b - a for a, b in zip(before, after, strict=True)] == [3, 3]
 
 
-@over(*POOLS)
+@over("gloo")
 @pytest.mark.parametrize("hostile", [False, True], ids=["gaussian", "hostile"])
 @pytest.mark.parametrize("dtype", CODED, ids=name_of)
 @pytest.mark.parametrize("numel", [1, 3 * 16384 + 77])
@@ -99,12 +97,12 @@ def shift(group: dist.ProcessGroup, size: int) -> None:
         assert compressed_calls(own, "send") == compressed_calls(own, "recv") == 1
 
 
-@over(*POOLS)
+@over("gloo")
 def test_two_ranks_shift(on_ranks: OnRanks) -> None:
     on_ranks(None, shift, 2)
 
 
-@over("gloo", "emulated", "staged")
+@over("gloo")
 def test_three_ranks_shift(on_ranks: OnRanks) -> None:
     on_ranks(None, shift, 3)
 
@@ -128,7 +126,7 @@ def pipeline(group: dist.ProcessGroup) -> None:
         assert_bits(out.cpu(), data(seed, out.numel(), torch.bfloat16))
 
 
-@over("gloo", "emulated", "staged")
+@over("gloo")
 def test_pipeline_in_both_directions(on_ranks: OnRanks) -> None:
     on_ranks(3, pipeline)
 
@@ -164,7 +162,7 @@ def in_a_sub_group(group: dist.ProcessGroup) -> str:
     return message
 
 
-@over("gloo", "emulated", "staged")
+@over("gloo")
 def test_sub_groups_and_mismatches(on_ranks: OnRanks) -> None:
     results = on_ranks(None, in_a_sub_group)
     assert results[1] == "recv: rank 0 expects 9001 elements of rank 1, got 9002"
@@ -198,7 +196,7 @@ def mixture(group: dist.ProcessGroup) -> dict[str, int]:
     return dict(counted.native_calls)
 
 
-@over("gloo", "nccl")
+@over("gloo")
 def test_a_batch_of_plain_and_compressed_messages(on_ranks: OnRanks) -> None:
     assert on_ranks(2, mixture) == [{"below min_bytes": 3, "dtype torch.int64": 1}] * 2
 
@@ -248,7 +246,7 @@ def strides(group: dist.ProcessGroup) -> None:
         assert_bits(out.cpu().reshape(-1), x.cpu().reshape(-1))
 
 
-@over(*POOLS)
+@over("gloo")
 def test_strides(on_ranks: OnRanks) -> None:
     on_ranks(2, strides)
 
@@ -271,41 +269,20 @@ def test_counts_the_bytes_it_sends(on_ranks: OnRanks) -> None:
     assert received == (0, 8 * (3 + 2 * 2))  # its description
 
 
-# The switch
+def between_gpus(group: dist.ProcessGroup) -> dict[str, int]:
+    reset_stats(group)
+    x, out = put(0, 9001), room(9001)
+    if group.rank() == 0:
+        collectives.send(x, 1, group, policy=ALL)
+    else:
+        collectives.recv(out, 0, group, policy=ALL)
+        assert_bits(out.cpu(), data(0, 9001, torch.bfloat16))
+    return dict(stats(group).calls["recv" if group.rank() else "send"].native_calls)
 
 
-def switched(group: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """(compressed, plain) messages on a slow link and on a fast one."""
-    rank, other, seen = group.rank(), 1 - group.rank(), []
-    for bandwidth in (1e6, 1e15):
-        costs = {"broadcast": Cost(1e-5, bandwidth)}
-        link.measure_backend = lambda backend, device, kinds, costs=costs: Link(2, 1, costs)
-        if dist.get_backend(group) == "gloo":
-            link.native_agree = lambda backend, device: list
-        own = dist.new_group([0, 1])
-        if rank > 1:
-            continue
-        works, outs = [], []
-        for turn in range(3):
-            outs.append(room(300_001))
-            works.append(
-                collectives.isend(put(rank + 10 * turn, 300_001), other, own, policy=Policy(min_bytes=0))
-            )
-            works.append(collectives.irecv(outs[-1], other, own, policy=Policy(min_bytes=0)))
-        for work in works:
-            work.wait()
-        for turn, out in enumerate(outs):
-            assert_bits(out.cpu(), data(other + 10 * turn, 300_001, torch.bfloat16))
-        calls = stats(own).calls
-        assert {name: call.calls for name, call in calls.items()} == {"send": 3, "recv": 3}
-        assert set(calls["send"].native_calls + calls["recv"].native_calls) <= {"faster so"}
-        seen.append((calls["send"].compressed_calls, calls["recv"].native_calls.total()))
-    return seen
-
-
-@over("emulated", "staged", "nccl")
-def test_the_switch_of_a_direction(on_ranks: OnRanks) -> None:
-    assert on_ranks(None, switched)[:2] == [[(3, 0), (0, 3)]] * 2
+@over("emulated", "nccl")
+def test_messages_between_gpus_go_natively(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, between_gpus) == [{"message between GPUs": 1}] * 2
 
 
 # Ends that differ
@@ -375,7 +352,7 @@ def contradiction(group: dist.ProcessGroup, what: str) -> str:
     return caught.value.message
 
 
-@over(*POOLS)
+@over("gloo")
 @pytest.mark.parametrize(("what", "named"), [("dtype", "dtype"), ("mode", "operation, sizes or policy")])
 def test_ends_that_contradict_each_other_raise(on_ranks: OnRanks, what: str, named: str) -> None:
     message = f"ranks 0 and 1 call it with different {named}"

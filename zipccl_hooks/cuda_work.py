@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .channel import Channel
-from .communicator import Work
 
 
 class CudaWork(dist.Work):
@@ -48,41 +47,6 @@ class CudaWork(dist.Work):
         with torch.cuda.stream(self._channel.decoding):  # what uses its value waits for this stream
             future.set_result(self._outputs)
         return future
-
-
-class DeferredWork(dist.Work):
-    """Handle of a call that a communicator's thread enqueues; ``enqueued`` is its handle, once that is done.
-
-    So long ``wait`` blocks the host, and no longer.
-    """
-
-    def __init__(self, submitted: Work, enqueued: list[dist.Work]) -> None:
-        super().__init__()
-        self._submitted, self._enqueued = submitted, enqueued
-
-    def _work(self, timeout: timedelta | None = None) -> dist.Work:
-        self._submitted.wait(timeout)
-        return self._enqueued[0]
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return self._work(timeout).wait()
-
-    def is_completed(self) -> bool:
-        if not self._submitted.is_success():
-            return self._submitted.is_completed()
-        return self._enqueued[0].is_completed()
-
-    def is_success(self) -> bool:
-        return self._submitted.is_success() and self._enqueued[0].is_success()
-
-    def exception(self) -> BaseException | None:
-        return self._submitted.exception()
-
-    def result(self) -> list[Tensor]:
-        return self._work().result()
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._work().get_future()
 
 
 def enqueue(

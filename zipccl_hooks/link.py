@@ -80,9 +80,9 @@ def measure(
     return Link(world, nodes, costs)
 
 
-def measure_backend(backend: Any, device: torch.device, kinds: Sequence[str] = KINDS) -> Link:
-    """The Link of a backend object's ranks for tensors on ``device``. Collective."""
-    size = backend.size()
+def measure_backend(backend: Any, device: torch.device) -> Link:
+    """The Link of a backend object's ranks for tensors on ``device``, with PAIRWISE on a CPU. Collective."""
+    size, kinds = backend.size(), KINDS if device.type == "cuda" else (*KINDS, PAIRWISE)
     run, agree = backend_run(backend, backend.rank(), size, device), native_agree(backend, device)
     return measure(run, agree, size, count_nodes(backend, device), kinds)
 

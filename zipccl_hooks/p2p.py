@@ -9,9 +9,8 @@ ranks send and receive::
                                           thread "1 to 0"   [ connect | b: agree, receive, decode ]
     rank 1   isend(b, 0), irecv(a, 0)     the same two
 
-On GPUs the thread enqueues the messages, on streams and an NCCL communicator of that direction alone, behind
-what the caller's stream had got. Messages that the switch expects to be faster plain take the same way plain,
-which keeps them in order.
+Messages between GPUs go the plain way. Tried: directions with NCCL communicators, streams and a switch of
+their own. Two that were set up at the same time hung on two H200; why was not found.
 
 Both ends decide alike, from dtype, size, tag and policy, whether a message is compressed. Where they come to
 different answers, one end waits here and the other in the plain call until the group's timeout, and both
@@ -26,25 +25,19 @@ import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import exchange
 from .arguments import check_tensor, rank_in_group
-from .channel import Channel
-from .communicator import Work, bare_backend, make_communicator
+from .communicator import Work, make_communicator
 from .config import Policy, default_policy
 from .counters import recorder
-from .cuda_work import CudaWork, DeferredWork, enqueue
-from .dispatch import Request, engine, flatten, on_streams, on_thread, uses_streams
+from .dispatch import Request, flatten, on_thread, uses_streams
 from .eligible import decline_reason, resolve_group
 from .errors import ZipcclError
 from .exchange import Call
-from .plan import plain_broadcast
-from .switch import switch
 
 Group = dist.ProcessGroup
 
@@ -55,58 +48,20 @@ class Direction:
     def __init__(self, group: Group, sender: int, receiver: int) -> None:
         self.comm = make_communicator(group, f"zipccl {sender} to {receiver}", (sender, receiver))
         self._sends = self.comm.rank == 0
-        self._channel: Channel | None = None
 
-    def message(self, name: str, tensor: Tensor, policy: Policy) -> Work | DeferredWork:
+    def message(self, name: str, tensor: Tensor, policy: Policy) -> Work:
         """Issues the next message: ``tensor`` is sent, or receives it."""
 
         def body(call: Call, flat: list[Tensor]) -> None:
             with self._explained(name):
                 self.comm.connect()
-                self._agree(call, tensor, policy, engine(call))
-                engine(call).broadcast(call, flatten(call, tensor) if self._sends else flat[0], 0)
+                n = tensor.numel()
+                call.digest = zlib.crc32(f"{policy.mode} {policy.adaptive}".encode())
+                exchange.agree(call, 0.0, [n, n] if self._sends else [0, 0], [n, 0])
+                exchange.broadcast(call, flatten(call, tensor) if self._sends else flat[0], 0)
 
         request = Request(name, body, [tensor], [] if self._sends else [tensor], tensor.nbytes, policy)
-        return self._enqueue(request) if uses_streams(tensor) else on_thread(request, self.comm)
-
-    def _agree(self, call: Call, tensor: Tensor, policy: Policy, engine: Any) -> None:
-        n = tensor.numel()
-        call.digest = zlib.crc32(f"{policy.mode} {policy.adaptive}".encode())
-        engine.agree(call, 0.0, [n, n] if self._sends else [0, 0], [n, 0])
-
-    def _enqueue(self, request: Request) -> DeferredWork:
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(request.tensor.device))
-        enqueued: list[dist.Work] = []
-
-        def issue() -> None:
-            with self._explained(request.name):
-                channel = self._connected(request.tensor.device)
-                # Before every message, where collectives compare at new kinds of calls only: no caller waits.
-                call = Call(self.comm, request.name, request.tensor.dtype, request.mode)
-                self._agree(call, request.tensor, request.policy, exchange)
-                with torch.cuda.stream(channel.encoding):
-                    chooser = switch(channel, ("broadcast",)) if request.policy.adaptive else None
-                    channel.encoding.wait_event(ready)
-                    enqueued.append(
-                        on_streams(request, channel, chooser, lambda: _plain(request, channel), True)
-                    )
-
-        return DeferredWork(self.comm.submit(issue, list(request.outputs)), enqueued)
-
-    def _connected(self, device: torch.device) -> Channel:
-        """The channel; the first call is collective."""
-        if self._channel is None:
-            self.comm.connect()
-            store = dist.PrefixStore("nccl", self.comm.store)
-            backend = bare_backend("nccl", store, self.comm.rank, 2, self.comm.timeout)
-            self._channel = Channel(self.comm, backend, device)
-            self.comm.closers.append(self._channel.close)
-        if self._channel.device != device:
-            raise ValueError(
-                f"tensor: expected one on {self._channel.device}, as in earlier messages, got {device}"
-            )
-        return self._channel
+        return on_thread(request, self.comm)
 
     @contextmanager
     def _explained(self, name: str) -> Iterator[None]:
@@ -119,21 +74,6 @@ class Direction:
             message = f"{name}: {error} Does the other end use the same dtype, size, tag and policy?"
             peer = self.comm.members[1 - self.comm.rank]
             raise ZipcclError(message, rank=self.comm.group_rank, peer=peer) from error
-
-
-def _plain(request: Request, channel: Channel) -> CudaWork | None:
-    """Enqueues a message as it is."""
-    flat, put_back = request.flat_outputs()
-    tensors = [request.tensor, *flat]
-
-    def body() -> None:
-        channel.use(channel.encoding)
-        x = flat[0] if flat else request.tensor.detach().contiguous().view(-1)
-        tensors.append(x)
-        plain_broadcast(channel, x.view(torch.uint8), 0)()
-        channel.join(channel.decoding, channel.encoding)
-
-    return enqueue(channel, body, put_back, tensors, list(request.outputs), True)
 
 
 _directions: weakref.WeakKeyDictionary[Group, dict[tuple[int, int], Direction]] = weakref.WeakKeyDictionary()
@@ -152,13 +92,15 @@ def _direction(group: Group, sender: int, receiver: int) -> Direction:
 
 def _start(
     name: str, tensor: Tensor, peer: int | None, group: Group | None, tag: int, policy: Policy | None
-) -> Work | DeferredWork | None:
+) -> Work | None:
     """Issues a message to or from rank ``peer`` of the group, None: any. None where it goes the plain way."""
     resolved = resolve_group(group)
     if resolved is None:
         return None
     policy = policy or default_policy()
     reason = decline_reason(tensor, tensor.nbytes, resolved, policy)
+    if reason is None and uses_streams(tensor):
+        reason = "message between GPUs"
     if reason is None and peer is None:
         reason = "any source"
     if reason is None and tag != 0:

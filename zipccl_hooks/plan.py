@@ -257,7 +257,7 @@ def _collective(
 ) -> Callable[[], object]:
     """The one that carries payloads: those in ``sent`` to the peers ``to``."""
     if pattern == "broadcast":
-        return plain_broadcast(channel, sent[to[0]] if to else received[root], root)
+        return _broadcast(channel, sent[to[0]] if to else received[root], root)
     if pattern == "gather":
         # A rank without a part takes part: with what stands in its place of the buffer.
         mine = sent[to[0]] if to else received[channel.comm.rank]
@@ -266,7 +266,7 @@ def _collective(
     return _all_to_all(channel, received, sent)
 
 
-def plain_broadcast(channel: Channel, tensor: Tensor, root: int) -> Callable[[], object]:
+def _broadcast(channel: Channel, tensor: Tensor, root: int) -> Callable[[], object]:
     options = dist.distributed_c10d.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = root, 0, False
     return lambda: channel.backend.broadcast([tensor], options)

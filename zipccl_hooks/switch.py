@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +26,6 @@ from . import cuda_exchange, link, nodes
 from .channel import LAG, Channel, channel
 from .choose import (
     CROSS,
-    KINDS,
     LOCAL,
     MARGIN,
     MIB,
@@ -63,8 +61,6 @@ KIND = {
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "all_reduce_coalesced": "all_reduce",
     "broadcast": "broadcast",
-    "send": "broadcast",
-    "recv": "broadcast",
     "gather": "all_to_all",  # of which it is one rank's share
     "scatter": "all_to_all",
 }
@@ -91,12 +87,12 @@ class _Kind:
 
 
 class Switch:
-    """Chooses for the calls of one channel, of these ``kinds``. Making one is collective."""
+    """Chooses for the calls of one channel. Making one is collective."""
 
-    def __init__(self, channel: Channel, kinds: Sequence[str]) -> None:
+    def __init__(self, channel: Channel) -> None:
         device = channel.device
         agree = link.native_agree(channel.backend, device)
-        self.backend = link.measure_backend(channel.backend, device, kinds)
+        self.backend = link.measure_backend(channel.backend, device)
         self.flat = _with_peers(self.backend, channel, agree)
         self.link = _with_nodes(self.flat, channel, agree)
         self.speeds = link.agree_codec(link.measure_codec(device), agree)
@@ -180,7 +176,7 @@ class Switch:
 def _with_peers(flat: Link, channel: Channel, agree: link.Agree) -> Link:
     """Adds what copies among peers take, where the channel has them. Collective.
 
-    Where they are no faster than the backend's all-gather (or broadcast, of a direction), it does without.
+    Where they are no faster than the backend's all-gather, it does without.
     """
     found = channel.peers
     if found is None or not found.reserve(max(PEERS_SIZES) // (flat.world - 1)):
@@ -198,8 +194,7 @@ def _with_peers(flat: Link, channel: Channel, agree: link.Agree) -> Link:
 
     cost = link.measure(run, agree, flat.world, 1, [PEERS], PEERS_SIZES).costs[PEERS]
     largest, others = max(PEERS_SIZES), flat.world - 1
-    native = flat.costs.get("all_gather") or flat.costs["broadcast"]
-    if cost.seconds(largest) > native.seconds(largest / others):
+    if cost.seconds(largest) > flat.costs["all_gather"].seconds(largest / others):
         channel.drop_peers()
         return flat
     return replace(flat, costs={**flat.costs, PEERS: cost})
@@ -252,11 +247,11 @@ def _least_seconds(channel: Channel) -> float:
 _switches: weakref.WeakKeyDictionary[Channel, Switch] = weakref.WeakKeyDictionary()
 
 
-def switch(channel: Channel, kinds: Sequence[str] = KINDS) -> Switch:
+def switch(channel: Channel) -> Switch:
     """The switch of a channel; the first call for one is collective."""
     found = _switches.get(channel)
     if found is None:
-        found = _switches[channel] = Switch(channel, kinds)
+        found = _switches[channel] = Switch(channel)
     return found
 
 
