@@ -29,23 +29,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import check_like, check_list, check_tensor, split_numels
+from . import requests
 from .communicator import Work
 from .config import Policy, default_policy
-from .dispatch import engine, equal_parts, exchange_all, exchange_sum, flatten, run
-from .eligible import decline_reason, resolve_group, scale_of
-from .exchange import Call
-from .format import TILE, align
+from .dispatch import run
+from .eligible import decline_reason, resolve_group
 from .rooted import broadcast as broadcast
 from .rooted import gather as gather
 from .rooted import scatter as scatter
 
 Group = dist.ProcessGroup
-
-
-def _size(group: Group | None) -> int:
-    resolved = resolve_group(group)
-    return 1 if resolved is None else resolved.size()
 
 
 # Gathers
@@ -60,30 +53,14 @@ def all_gather_into_tensor(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.all_gather_into_tensor: every rank's input, in rank order, in everyone's output."""
-    check_tensor("output_tensor", output_tensor)
-    check_tensor("input_tensor", input_tensor)
-    check_like("output_tensor", output_tensor, input_tensor)
-    size = _size(group)
-    if output_tensor.numel() != size * input_tensor.numel() and resolve_group(group) is not None:
-        raise ValueError(
-            f"output_tensor: expected {size} times the input's {input_tensor.numel()} elements, "
-            f"got {output_tensor.numel()}"
-        )
 
     def native() -> Any:
         return _native("all_gather_single", "all_gather_into_tensor")(
             output_tensor, input_tensor, group, async_op
         )
 
-    def body(call: Call, flat: list[Tensor]) -> None:
-        n = input_tensor.numel()
-        engine(call).agree(call, 0.0, [n] * size, [n] * size)
-        engine(call).all_gather(call, flatten(input_tensor), equal_parts(flat[0], size))
-
-    return run(
-        "all_gather_into_tensor", native, body, [input_tensor], [output_tensor], input_tensor.nbytes,
-        group, async_op, policy,
-    )  # fmt: skip
+    request = requests.all_gather_into_tensor(output_tensor, input_tensor, resolve_group(group))
+    return run(request, native, group, async_op, policy)
 
 
 def all_gather(
@@ -95,21 +72,10 @@ def all_gather(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.all_gather: ``tensor_list[i]`` receives rank i's ``tensor``; sizes may differ."""
-    check_tensor("tensor", tensor)
-    check_list("tensor_list", tensor_list, tensor, resolve_group(group))
-    # Every rank's list shows all sizes. The plain gloo collective has no uneven form.
-    even = len({t.numel() for t in tensor_list}) == 1
-    num_bytes = max((t.nbytes for t in tensor_list), default=0) if even else None
-
-    def body(call: Call, flat: list[Tensor]) -> None:
-        n = tensor.numel()
-        engine(call).agree(call, 0.0, [n] * call.comm.size, [t.numel() for t in flat])
-        engine(call).all_gather(call, flatten(tensor), flat)
-
     return run(
-        "all_gather",
+        requests.all_gather(tensor_list, tensor, resolve_group(group)),
         lambda: dist.all_gather(list(tensor_list), tensor, group, async_op),
-        body, [tensor], tensor_list, num_bytes, group, async_op, policy,
+        group, async_op, policy,
     )  # fmt: skip
 
 
@@ -126,27 +92,12 @@ def reduce_scatter_tensor(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.reduce_scatter_tensor: ``output`` is the sum of everyone's part of this rank."""
-    check_tensor("output", output)
-    check_tensor("input", input)
-    check_like("output", output, input)
-    size = _size(group)
-    if input.numel() != size * output.numel() and resolve_group(group) is not None:
-        raise ValueError(
-            f"input: expected {size} times the output's {output.numel()} elements, got {input.numel()}"
-        )
 
     def native() -> Any:
         return _native("reduce_scatter_single", "reduce_scatter_tensor")(output, input, op, group, async_op)
 
-    def body(call: Call, flat: list[Tensor]) -> None:
-        n = output.numel()
-        scale = scale_of(op, size, input.dtype) or 1.0
-        engine(call).agree(call, scale, [n] * size, [n] * size)
-        exchange_sum(call, equal_parts(flatten(input), size), flat[0], scale)
-
-    return run(
-        "reduce_scatter_tensor", native, body, [input], [output], output.nbytes, group, async_op, policy, op
-    )  # fmt: skip
+    request = requests.reduce_scatter_tensor(output, input, op, resolve_group(group))
+    return run(request, native, group, async_op, policy)
 
 
 def reduce_scatter(
@@ -159,20 +110,10 @@ def reduce_scatter(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.reduce_scatter: ``output`` is the sum of everyone's ``input_list[own rank]``."""
-    check_tensor("output", output)
-    check_list("input_list", input_list, output, resolve_group(group))
-
-    def body(call: Call, flat: list[Tensor]) -> None:
-        parts = [flatten(t) for t in input_list]
-        scale = scale_of(op, call.comm.size, output.dtype) or 1.0
-        engine(call).agree(call, scale, [p.numel() for p in parts], [output.numel()] * call.comm.size)
-        exchange_sum(call, parts, flat[0], scale)
-
     return run(
-        "reduce_scatter",
+        requests.reduce_scatter(output, input_list, op, resolve_group(group)),
         lambda: dist.reduce_scatter(output, list(input_list), op, group, async_op),
-        body, input_list, [output], max((t.nbytes for t in input_list), default=0),
-        group, async_op, policy, op,
+        group, async_op, policy,
     )  # fmt: skip
 
 
@@ -185,23 +126,10 @@ def all_reduce(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.all_reduce, in place: a compressed reduce-scatter, then a compressed all-gather."""
-    check_tensor("tensor", tensor)
-
-    def body(call: Call, flat: list[Tensor]) -> None:
-        comm, x = call.comm, flat[0]
-        if not tensor.is_contiguous():
-            x.copy_(flatten(tensor))
-        scale = scale_of(op, comm.size, tensor.dtype) or 1.0
-        engine(call).agree(call, scale, [len(x)] * comm.size, [len(x)] * comm.size)
-        shard = align(-(-len(x) // comm.size), TILE)  # whole tiles, so that only the last has a tail
-        shards = [x[rank * shard : (rank + 1) * shard] for rank in range(comm.size)]
-        exchange_sum(call, shards, shards[comm.rank], scale)
-        engine(call).all_gather(call, shards[comm.rank], shards)
-
     return run(
-        "all_reduce",
+        requests.all_reduce(tensor, op),
         lambda: dist.all_reduce(tensor, op, group, async_op),
-        body, [tensor], [tensor], tensor.nbytes, group, async_op, policy, op,
+        group, async_op, policy,
     )  # fmt: skip
 
 
@@ -239,14 +167,6 @@ def all_to_all_single(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.all_to_all_single; split sizes count rows (elements of dimension 0), per rank."""
-    check_tensor("output", output)
-    check_tensor("input", input)
-    check_like("output", output, input)
-    sends: list[int] = []
-    expects: list[int] = []
-    if (resolved := resolve_group(group)) is not None:
-        sends = split_numels("input", input, input_split_sizes, resolved.size())
-        expects = split_numels("output", output, output_split_sizes, resolved.size())
 
     def native() -> Any:
         return dist.all_to_all_single(
@@ -258,13 +178,10 @@ def all_to_all_single(
             async_op,
         )
 
-    def body(call: Call, flat: list[Tensor]) -> None:
-        exchange_all(call, flatten(input).split(sends), flat[0].split(expects))
-
-    # Without split sizes every rank's tensor is as large.
-    even = output_split_sizes is None and input_split_sizes is None
-    num_bytes = input.nbytes if even else None
-    return run("all_to_all_single", native, body, [input], [output], num_bytes, group, async_op, policy)
+    request = requests.all_to_all_single(
+        output, input, output_split_sizes, input_split_sizes, resolve_group(group)
+    )
+    return run(request, native, group, async_op, policy)
 
 
 def all_to_all(
@@ -276,19 +193,10 @@ def all_to_all(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.all_to_all: ``input_tensor_list[i]`` goes to rank i, and so on back."""
-    if not input_tensor_list:
-        raise ValueError("input_tensor_list: expected one tensor per rank, got none")
-    check_tensor("input_tensor_list[0]", input_tensor_list[0])
-    check_list("input_tensor_list", input_tensor_list, input_tensor_list[0], resolve_group(group))
-    check_list("output_tensor_list", output_tensor_list, input_tensor_list[0], resolve_group(group))
-
-    def body(call: Call, flat: list[Tensor]) -> None:
-        exchange_all(call, [flatten(t) for t in input_tensor_list], flat)
-
     return run(
-        "all_to_all",
+        requests.all_to_all(output_tensor_list, input_tensor_list, resolve_group(group)),
         lambda: dist.all_to_all(list(output_tensor_list), list(input_tensor_list), group, async_op),
-        body, input_tensor_list, output_tensor_list, None, group, async_op, policy,
+        group, async_op, policy,
     )  # fmt: skip
 
 

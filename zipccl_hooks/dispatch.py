@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from .codec import resolve_mode
 from .communicator import Work, communicator
 from .config import Policy, default_policy
 from .counters import recorder
-from .cuda_work import enqueue
+from .cuda_work import CudaWork, enqueue
 from .eligible import decline_reason, resolve_group
 from .exchange import Call
 from .switch import switch
@@ -26,38 +28,90 @@ def uses_streams(x: Tensor) -> bool:
     return x.is_cuda
 
 
+@dataclass
+class Request:
+    """One collective call: what goes in and out, and how it is carried out compressed.
+
+    ``body(call, flat)`` fills ``flat``, the outputs, flat and contiguous. ``num_bytes`` is compared with the
+    policy's ``min_bytes``, None where ranks do not know it alike; ``op`` is the operation of a reduction.
+    """
+
+    name: str
+    body: Callable[[Call, list[Tensor]], None]
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    num_bytes: int | None
+    op: Any = None
+
+
+class _Decided(threading.local):
+    """Whether this thread is in a plain collective that ``run`` decided on: c10d.py lets it pass."""
+
+    native = False
+
+
+decided = _Decided()
+
+
 def run(
-    name: str,
+    request: Request,
     native: Callable[[], Any],
-    body: Callable[[Call, list[Tensor]], None],
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    num_bytes: int | None,
     group: dist.ProcessGroup | None,
     async_op: bool,
     policy: Policy | None,
-    op: Any = None,
 ) -> Work | dist.Work | None:
-    """Sends one call down its path; ``body(call, flat)`` fills ``flat``, the outputs, flat and contiguous."""
+    """Sends one call down its path."""
     resolved = resolve_group(group)
-    if resolved is None:
+    start = None if resolved is None else prepare(request, resolved, policy or default_policy())
+    if start is not None:
+        return start(async_op)
+    before, decided.native = decided.native, True
+    try:
         return native()
+    finally:
+        decided.native = before
+
+
+def prepare(
+    request: Request, group: dist.ProcessGroup, policy: Policy
+) -> Callable[[bool], Work | CudaWork | None] | None:
+    """What carries a call out compressed, given ``async_op``; None, and counted, if it goes native.
+
+    What is returned must be called: every rank does, and the switch counts on it.
+    """
+    name, inputs, outputs = request.name, request.inputs, request.outputs
     reference = (*inputs, *outputs)[0]
-    policy = policy or default_policy()
-    reason = decline_reason(reference, num_bytes, resolved, policy, op)
+    reason = decline_reason(reference, request.num_bytes, group, policy, request.op)
     if reason is not None:
-        recorder(resolved).native(name, reason, sum(t.nbytes for t in inputs))
-        return native()
+        _count_native(request, group, reason)
+        return None
     mode = resolve_mode(policy.mode, reference.dtype)
-    found = channel(resolved, reference.device) if uses_streams(reference) else None
-    chooser = switch(resolved, found) if found is not None and policy.adaptive else None
+    found = channel(group, reference.device) if uses_streams(reference) else None
+    chooser = switch(group, found) if found is not None and policy.adaptive else None
     if chooser is not None:
-        chosen = chooser.choose(name, num_bytes, reference.dtype, policy.mode)
+        chosen = chooser.choose(name, request.num_bytes, reference.dtype, policy.mode)
         if chosen is None:
-            recorder(resolved).native(name, "faster so", sum(t.nbytes for t in inputs))
-            return native()
+            _count_native(request, group, "faster so")
+            return None
         mode = chosen
-    call = Call(communicator(resolved), name, reference.dtype, mode)
+    call = Call(communicator(group), name, reference.dtype, mode)
+    call.channel = found
+
+    def start(async_op: bool) -> Work | CudaWork | None:
+        work = _start(call, request, async_op)
+        if chooser is not None:
+            chooser.learn(call, request.num_bytes, policy.mode)
+        return work
+
+    return start
+
+
+def _count_native(request: Request, group: dist.ProcessGroup, reason: str) -> None:
+    recorder(group).native(request.name, reason, sum(t.nbytes for t in request.inputs))
+
+
+def _start(call: Call, request: Request, async_op: bool) -> Work | CudaWork | None:
+    inputs, outputs = request.inputs, request.outputs
     in_place = [t.is_contiguous() for t in outputs]
     flat = [(t if whole else torch.empty_like(t, memory_format=torch.contiguous_format)).detach().view(-1)
             for t, whole in zip(outputs, in_place, strict=True)]  # fmt: skip
@@ -67,17 +121,12 @@ def run(
             if not whole:
                 target.detach().copy_(filled.view(target.shape))
 
-    if found is not None:
-        call.channel = found
-        work = enqueue(
-            call, lambda: body(call, flat), put_back, [*inputs, *outputs, *flat], outputs, async_op
-        )
-        if chooser is not None:
-            chooser.learn(call, num_bytes, policy.mode)
-        return work
+    if call.channel is not None:
+        tensors = [*inputs, *outputs, *flat]
+        return enqueue(call, lambda: request.body(call, flat), put_back, tensors, outputs, async_op)
 
     def carry_out() -> None:
-        body(call, flat)
+        request.body(call, flat)
         call.finish()
         put_back()
 
