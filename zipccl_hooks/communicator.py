@@ -83,6 +83,10 @@ def group_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     return getattr(native, "wrapped_pg", native)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
 
 
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    return group_backend(group, group._device_types[0]).options._timeout
+
+
 def bare_backend(kind: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """A backend object by itself, below the dispatcher, so that nothing intercepts our messages.
 
@@ -191,8 +195,7 @@ def communicator(group: dist.ProcessGroup) -> Communicator:
         found = _communicators.get(group)
         if found is None:
             store = dist.PrefixStore("zipccl", dist.distributed_c10d._get_process_group_store(group))
-            timeout = group_backend(group, group._device_types[0]).options._timeout
-            found = Communicator(store, group.rank(), group.size(), timeout, recorder(group))
+            found = Communicator(store, group.rank(), group.size(), group_timeout(group), recorder(group))
             _communicators[group] = found
             weakref.finalize(group, found.close)
         return found

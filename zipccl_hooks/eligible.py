@@ -16,6 +16,7 @@ from .ops import SUM_DTYPES
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # those whose groups compress, by device
 BACKEND_NAME = "zipccl"  # of groups over the same backends that compress without being asked: backend.py
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 MOVABLE_DTYPES = frozenset(getattr(torch, d.name) for d in DTYPES.values() if d.exponent_bits)
 
 
@@ -63,11 +64,13 @@ def _backend_reason(group: dist.ProcessGroup, device: str) -> str | None:
 
 
 def unfit_reason(tensor: Tensor, group: dist.ProcessGroup) -> str | None:
-    """Why no call of the group on such a tensor is compressed now, whatever the policy; None if one may be."""
+    """Why no call of the group on such a tensor is compressed, whatever the policy; None if one may be."""
     if group.size() == 1:
         return "one rank"
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
+    if type(tensor) not in PLAIN_TYPES:
         return f"tensor subclass {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return f"layout {tensor.layout}"
     device = tensor.device.type
     if device not in BACKENDS:
         return f"device {device}"
