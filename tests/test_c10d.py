@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -324,7 +325,7 @@ def test_another_schema_stays_plain(
 ) -> None:
 
     first, *rest = operators.OPERATORS
-    odd = operators.Operator(first.name, first.schema + "?", first.requests)
+    odd = dataclasses.replace(first, schema=first.schema + "?")
     monkeypatch.setattr(c10d, "OPERATORS", (odd, *rest))
     key = torch._C.DispatchKey.BackendSelect
     with caplog.at_level(logging.WARNING):

@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import premul
+from .counters import recorder
 from .cuda_work import CudaWork
 from .dispatch import decided, prepare
-from .eligible import MOVABLE_DTYPES, PLAIN_TYPES, unfit_reason
+from .eligible import BELOW_MIN_BYTES, MOVABLE_DTYPES, PLAIN_TYPES, unfit_reason
 from .errors import ZipcclError
-from .handshake import agree_on
+from .handshake import agree_on, agreed_on
 from .operators import OPERATORS, Operator
 from .scopes import policy_of
 
@@ -62,9 +63,15 @@ def _interpose(operator: Operator, keyset: Any, arguments: Sequence[Any], x: Ten
     """What the operator returns if it is carried out here, else None. ``x``: what all ranks have alike."""
     group = Group.unbox(arguments[operator.group_at])
     policy = policy_of(group)
-    if policy is None or unfit_reason(x, group) is not None:
+    if policy is None or x.layout is not torch.strided:
         return None
-    agree_on(policy, group)
+    if not agreed_on(policy, group):
+        if unfit_reason(x, group) is not None:
+            return None
+        agree_on(policy, group)
+    if operator.is_small(arguments, x, policy.min_bytes):
+        recorder(group).native(operator.counted_as, BELOW_MIN_BYTES, x.nbytes)
+        return None
     _raise_earlier(group)
     try:
         made = operator.requests(arguments, group)

@@ -16,6 +16,7 @@ from .ops import SUM_DTYPES
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # those whose groups compress, by device
 BACKEND_NAME = "zipccl"  # of groups over the same backends that compress without being asked: backend.py
+BELOW_MIN_BYTES = "below min_bytes"
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 MOVABLE_DTYPES = frozenset(getattr(torch, d.name) for d in DTYPES.values() if d.exponent_bits)
 
@@ -69,8 +70,6 @@ def unfit_reason(tensor: Tensor, group: dist.ProcessGroup) -> str | None:
         return "one rank"
     if type(tensor) not in PLAIN_TYPES:
         return f"tensor subclass {type(tensor).__name__}"
-    if tensor.layout is not torch.strided:
-        return f"layout {tensor.layout}"
     device = tensor.device.type
     if device not in BACKENDS:
         return f"device {device}"
@@ -96,7 +95,7 @@ def decline_reason(
     if not policy.enabled:
         return "disabled by policy"
     if num_bytes is not None and num_bytes < policy.min_bytes:
-        return "below min_bytes"  # first: small calls must not notice
+        return BELOW_MIN_BYTES  # first: small calls must not notice
     if (why := unfit_reason(tensor, group)) is not None:
         return why
     if op is not None:

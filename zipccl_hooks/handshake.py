@@ -18,19 +18,22 @@ from .format import VERSION
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Policy]] = weakref.WeakKeyDictionary()
 
 
+def agreed_on(policy: Policy, group: dist.ProcessGroup) -> bool:
+    """Whether ``agree_on`` has succeeded before."""
+    found = _agreed.get(group)
+    return found is not None and policy in found
+
+
 def agree_on(policy: Policy, group: dist.ProcessGroup) -> None:
-    """Collective in a group's first call with ``policy``; after that it costs a look into a list.
+    """Collective, in a group's first call with ``policy``.
 
     Raises:
         PeerMismatch: ranks have different wire formats or policies; on every rank, naming both.
         ZipcclError: not all ranks came within the group's timeout.
     """
-    agreed = _agreed.get(group)
-    if agreed is None:
-        agreed = _agreed.setdefault(group, [])
-    if policy not in agreed:
-        _compare(f"wire format {VERSION}, {policy}", len(agreed), group)
-        agreed.append(policy)
+    before = _agreed.setdefault(group, [])
+    _compare(f"wire format {VERSION}, {policy}", len(before), group)
+    before.append(policy)
 
 
 def _compare(mine: str, turn: int, group: dist.ProcessGroup) -> None:

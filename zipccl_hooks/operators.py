@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from . import premul, requests
 from .dispatch import Request
@@ -23,13 +24,16 @@ class Operator:
 
     ``schema`` is what torch 2.11 to 2.14 have, less the namespace of its classes. ``requests(arguments,
     group)`` returns one a tensor, none for a form that is not compressed. The first tensor in argument
-    number ``probe`` tells dtype and device, on every rank.
+    number ``probe`` tells dtype and device, on every rank; where ``sized``, also what is compared with
+    ``min_bytes``, as the request called ``counted_as`` will.
     """
 
     name: str
     schema: str
+    counted_as: str
     requests: Callable[[Arguments, Group], list[Request]]
     probe: int = 0
+    sized: bool = True
 
     @property
     def overload(self) -> Any:
@@ -52,6 +56,10 @@ class Operator:
     @cached_property
     def returns_outputs(self) -> bool:
         return self.schema.endswith("Work)")
+
+    def is_small(self, a: Arguments, x: Tensor, min_bytes: int) -> bool:
+        """Whether the call is below ``min_bytes``, found out before a request is made of it."""
+        return self.sized and x.nbytes < min_bytes and (type(a[0]) is not list or len(a[0]) <= 1)
 
     def _position(self, argument: str) -> int:
         return [argument in text for text in self.schema.split(",")].index(True)
@@ -128,21 +136,29 @@ _END = "bool async_op=True, int timeout=-1) ->"
 
 OPERATORS = (
     Operator("allreduce_", f"({_TENSORS}, {_OP}, Tensor? sparse_indices, {_END} (Tensor[], Work)",
-             _all_reduce),
-    Operator("allreduce_coalesced_", f"({_TENSORS}, {_OP}, {_END} Work", _all_reduce_coalesced),
-    Operator("allgather_", f"({_GATHERS}, {_END} (Tensor[][], Work)", _all_gather, probe=1),
-    Operator("_allgather_base_", f"({_SINGLE}, {_END} (Tensor, Work)", _all_gather_single),
+             "all_reduce", _all_reduce),
+    Operator("allreduce_coalesced_", f"({_TENSORS}, {_OP}, {_END} Work",
+             "all_reduce", _all_reduce_coalesced),
+    Operator("allgather_", f"({_GATHERS}, {_END} (Tensor[][], Work)",
+             "all_gather", _all_gather, probe=1, sized=False),
+    Operator("_allgather_base_", f"({_SINGLE}, {_END} (Tensor, Work)",
+             "all_gather_into_tensor", _all_gather_single, probe=1),
     Operator("allgather_into_tensor_coalesced_", f"({_COALESCED}, bool async_op=True) -> Work",
-             _all_gather_coalesced),
-    Operator("reduce_scatter_", f"({_SCATTERS}, {_OP}, {_END} (Tensor[], Work)", _reduce_scatter),
-    Operator("_reduce_scatter_base_", f"({_SINGLE}, {_OP}, {_END} (Tensor, Work)", _reduce_scatter_single),
+             "all_gather_into_tensor", _all_gather_coalesced, probe=1),
+    Operator("reduce_scatter_", f"({_SCATTERS}, {_OP}, {_END} (Tensor[], Work)",
+             "reduce_scatter", _reduce_scatter, sized=False),
+    Operator("_reduce_scatter_base_", f"({_SINGLE}, {_OP}, {_END} (Tensor, Work)",
+             "reduce_scatter_tensor", _reduce_scatter_single),
     Operator("reduce_scatter_tensor_coalesced_", f"({_COALESCED}, {_OP}, {_END} Work",
-             _reduce_scatter_coalesced),
-    Operator("alltoall_", f"({_LISTS}, {_END} (Tensor[], Work)", _all_to_all),
+             "reduce_scatter_tensor", _reduce_scatter_coalesced),
+    Operator("alltoall_", f"({_LISTS}, {_END} (Tensor[], Work)",
+             "all_to_all", _all_to_all, sized=False),
     Operator("alltoall_base_", f"(Tensor output, Tensor input, {_GROUP}, {_SPLITS}, {_END} Work",
-             _all_to_all_single),
+             "all_to_all_single", _all_to_all_single, sized=False),
     Operator("broadcast_", f"({_TENSORS}, int root_rank, int root_tensor, {_END} (Tensor[], Work)",
-             _broadcast),
-    Operator("gather_", f"({_GATHERS}, int root_rank, {_END} Work", _gather, probe=1),
-    Operator("scatter_", f"({_SCATTERS}, int root_rank, {_END} (Tensor[], Work)", _scatter),
+             "broadcast", _broadcast),
+    Operator("gather_", f"({_GATHERS}, int root_rank, {_END} Work",
+             "gather", _gather, probe=1),
+    Operator("scatter_", f"({_SCATTERS}, int root_rank, {_END} (Tensor[], Work)",
+             "scatter", _scatter),
 )  # fmt: skip
