@@ -16,8 +16,8 @@ ORDER = (
     "errors", "config", "format", "theory", "reference", "_cpu_kernels", "cpu", "cuda", "ops", "codec",
     "counters", "choose", "scale", "link", "communicator", "channel", "symmetric", "exchange", "plan",
     "nodes", "cuda_exchange", "cuda_work", "eligible", "switch", "arguments", "dispatch", "requests",
-    "rooted", "collectives", "moe", "scopes", "handshake", "premul", "operators", "c10d", "activation",
-    "backend", "autoload", "compile", "ddp", "fsdp", "bench", "__init__", "__main__",
+    "rooted", "collectives", "moe", "scopes", "handshake", "untraced", "premul", "operators", "c10d",
+    "activation", "backend", "compile", "ddp", "fsdp", "bench", "__init__", "__main__",
 )  # fmt: skip
 NUMBA = {"_cpu_kernels.py", "cuda/_jit.py"}
 MAX_LINES = 400

@@ -33,6 +33,7 @@ from .errors import ZipcclError
 from .handshake import agree_on, agreed_on
 from .operators import OPERATORS, Operator
 from .scopes import policy_of
+from .untraced import untraced
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
     redispatch = operator.overload._handle.redispatch_boxed  # OpOverload.redispatch less two Python frames
     probe = operator.probe
 
+    @untraced
     def kernel(keyset: Any, *arguments: Any) -> Any:
         x = arguments[probe]
         while type(x) is list:

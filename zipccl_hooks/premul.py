@@ -14,6 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .untraced import untraced
+
 _METHODS = (
     "allreduce",
     "allreduce_coalesced",
@@ -56,6 +58,7 @@ def install() -> Callable[[], None]:
 
 
 def _keeping_options(method: Callable[..., Any]) -> Callable[..., Any]:
+    @untraced
     @functools.wraps(method)
     def with_options(*args: Any, **kwargs: Any) -> Any:
         _issued.options = args[-1]
