@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,7 +16,18 @@ from ranks import Ranks
 from test_collectives import assert_bits, compressed_calls, data, fresh_pair, rank_order_sum
 from torch import Tensor
 
-from zipccl_hooks import Policy, c10d, collectives, compressed, disable, enable, operators, reset_stats, stats
+from zipccl_hooks import (
+    Policy,
+    c10d,
+    collectives,
+    compressed,
+    disable,
+    enable,
+    handshake,
+    operators,
+    reset_stats,
+    stats,
+)
 from zipccl_hooks.errors import PeerMismatch, ZipcclError
 
 ALL = Policy(min_bytes=0)
@@ -116,13 +128,17 @@ CALLS: dict[str, Call] = {
 }  # fmt: skip
 
 
+# Plain gloo has no list form of all_to_all before torch 2.13.
+GLOO_CALLS = {n: c for n, c in CALLS.items() if n != "all_to_all" or hasattr(dist, "all_gather_single")}
+
+
 def every_collective(group: dist.ProcessGroup, async_op: bool) -> dict[str, int]:
     plain = {}
-    for name, call in CALLS.items():
+    for name, call in GLOO_CALLS.items():
         _, plain[name] = call(group, data(group.rank(), NUMEL, BF16), False)
     reset_stats(group)
     with compressed(ALL):
-        for name, call in CALLS.items():
+        for name, call in GLOO_CALLS.items():
             work, outputs = call(group, data(group.rank(), NUMEL, BF16), async_op)
             assert (work is not None) == async_op
             if async_op:
@@ -136,7 +152,7 @@ def every_collective(group: dist.ProcessGroup, async_op: bool) -> dict[str, int]
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_every_collective_is_compressed(trio: Ranks, async_op: bool) -> None:
-    expected = dict.fromkeys(CALLS, 1)
+    expected = dict.fromkeys(GLOO_CALLS, 1)
     expected["all_reduce"] += expected.pop("all_reduce_coalesced") * 3
     assert trio.run(2, every_collective, async_op) == [expected] * 2
 
@@ -366,6 +382,42 @@ def test_mixed_policies_raise_everywhere(trio: Ranks) -> None:
     for rank, (message,) in enumerate((first, second)):
         assert message.startswith(f"rank {rank}: ranks 0 and 1 compress differently: wire format 1, Policy(")
         assert "min_bytes=0," in message and "min_bytes=4," in message
+
+
+def mixed_versions(group: dist.ProcessGroup) -> list[str]:
+    own, before = fresh_pair(seconds=20), handshake.VERSION
+    if group.rank() > 1:
+        return []
+    handshake.VERSION = before + group.rank()
+    try:
+        with compressed(ALL), raising(PeerMismatch) as messages:
+            dist.all_reduce(torch.ones(9000), group=own)
+    finally:
+        handshake.VERSION = before
+    return messages
+
+
+def test_mixed_versions_raise_everywhere(trio: Ranks) -> None:
+    for rank, (message,) in enumerate(trio.run(WORLD, mixed_versions)[:2]):
+        assert message.startswith(f"rank {rank}: ranks 0 and 1 compress differently: wire format 1, Policy(")
+        assert " and wire format 2, Policy(" in message
+
+
+def strange_groups(group: dist.ProcessGroup) -> None:
+    """A group that torch.distributed does not know of."""
+    rank = group.rank()
+    store = dist.PrefixStore("strange", dist.distributed_c10d._get_process_group_store(group))
+    strange = dist.ProcessGroup(store, rank, 2)
+    gloo = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20))
+    strange._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    x = torch.ones(9000)
+    with compressed(ALL):
+        strange.allreduce([x]).wait()
+    assert x.eq(2).all()
+
+
+def test_groups_of_others_are_left_alone(trio: Ranks) -> None:
+    trio.run(2, strange_groups)
 
 
 def one_enabled(group: dist.ProcessGroup) -> list[str]:

@@ -1,6 +1,6 @@
 """The backend named "zipccl", for init_process_group, new_group and DeviceMesh: gloo or NCCL, compressed.
 
-    dist.init_process_group("zipccl")                     # NCCL where PyTorch has it, else gloo
+    dist.init_process_group("zipccl")                     # NCCL where there are GPUs, else gloo
     dist.init_process_group("cpu:gloo,cuda:zipccl")
 
 What serves such a group is PyTorch's own ProcessGroupNCCL or ProcessGroupGloo, made as it makes them, so
@@ -25,14 +25,19 @@ from .eligible import BACKEND_NAME
 
 def register() -> None:
     """Makes the name known to torch.distributed."""
-    devices = ["cuda"] if torch.backends.cuda.is_built() else ["cpu"]
+    devices = ["cuda"] if _has_gpus() else ["cpu"]
     dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=devices)
+
+
+def _has_gpus() -> bool:
+    """Asks the driver's library only, so that processes can still be forked."""
+    return dist.is_nccl_available() and torch.cuda.device_count() > 0
 
 
 def _create(options: Any, backend_options: Any) -> Any:
     """The native backend of a new group; arguments are those of register_backend's extended interface."""
     _install()
-    make = _nccl if torch.cuda.is_available() and dist.is_nccl_available() else _gloo
+    make = _nccl if _has_gpus() else _gloo
     backend = make(options, backend_options)
     backend._set_sequence_number_for_group()
     return backend

@@ -56,7 +56,8 @@ def _backend_reason(group: dist.ProcessGroup, device: str) -> str | None:
     known = _backend_reasons.setdefault(group, {})
     if device not in known:
         # Not get_backend, which knows one name only: a group may have gloo for CPUs and NCCL for GPUs.
-        backends = dist.distributed_c10d._world.pg_backend_config[group]
+        # Nor is every group torch.distributed's own.
+        backends = dist.distributed_c10d._world.pg_backend_config.get(group, "unknown")
         if not {f"{device}:{BACKENDS[device]}", f"{device}:{BACKEND_NAME}"} & set(backends.split(",")):
             known[device] = f"backend {backends}"
         else:
