@@ -27,7 +27,7 @@ from ranks import Ranks
 from zipccl_hooks import Policy, compressed, reset_stats, stats
 
 WORLD = 4  # what the tests are made for
-ENVIRONMENT = {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD), "TEMP_DIR": tempfile.gettempdir()}
+ENVIRONMENT = {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD)}
 TIMEOUT = timedelta(seconds=10)  # of a process group's calls
 PASSED, SKIPPED = "passed", "skipped"
 
@@ -51,11 +51,12 @@ def names() -> list[str]:
     return unittest.TestLoader().getTestCaseNames(tests())
 
 
-def one_test(group: dist.ProcessGroup, name: str, compress: bool, store: str) -> tuple[str, int]:
+def one_test(group: dist.ProcessGroup, name: str, compress: bool, folder: str) -> tuple[str, int]:
     """(outcome, calls that were compressed) of a test on this rank."""
     if dist.is_initialized():
         dist.destroy_process_group()  # the pool's, or what a test left
-    rank = group.rank()
+    rank, store = group.rank(), f"{folder}/store"
+    os.environ["TEMP_DIR"] = folder
     case = tests()(name)
     torch.manual_seed(0)  # as alike as in fresh processes
     case.rank, case.file_name = rank, store
@@ -90,8 +91,9 @@ class Runner:
     def outcome(self, name: str, compress: bool) -> str:
         """What came of a test: on the ranks that did not pass, if any."""
         with tempfile.TemporaryDirectory() as folder:
+            os.mkdir(f"{folder}/test_dir")
             try:
-                results = self._pool.run(WORLD, one_test, name, compress, f"{folder}/store")
+                results = self._pool.run(WORLD, one_test, name, compress, folder)
             except (AssertionError, TimeoutError) as error:  # the pool is started anew
                 return f"{type(error).__name__} outside the test"
         self.compressed_calls += sum(count for _, count in results)

@@ -177,7 +177,7 @@ def _run(calls: queue.SimpleQueue[tuple[Callable[[], None], Work] | None]) -> No
         call, work = item
         error: BaseException | None = None
         try:
-            with torch.no_grad():
+            with torch.inference_mode():  # in which all tensors may be written to, also inference tensors
                 call()
         except BaseException as raised:
             error = raised  # for whoever waits
