@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -108,11 +109,29 @@ def broadcast(x: Tensor, policy: Policy) -> Case:
     )  # fmt: skip
 
 
+def send_recv(x: Tensor, policy: Policy) -> Case:
+    """To the next rank and from the one before, as nccl-tests' sendrecv."""
+    outs = torch.empty_like(x), torch.empty_like(x)
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def ring(batch: Callable[..., list[dist.Work]], out: Tensor) -> None:
+        ops = [dist.P2POp(dist.isend, x, (rank + 1) % size), dist.P2POp(dist.irecv, out, (rank - 1) % size)]
+        for work in batch(ops):
+            work.wait()
+
+    return Case(
+        lambda: ring(dist.batch_isend_irecv, outs[0]),
+        lambda: ring(partial(collectives.batch_isend_irecv, policy=policy), outs[1]),
+        *outs, 1.0,
+    )  # fmt: skip
+
+
 Row = tuple[Callable[[Tensor, Policy], Case], torch.dtype, Callable[[int, torch.dtype], Tensor], str]
 ROWS: Sequence[Row] = (
     (all_gather, torch.bfloat16, gaussian, "bf16"),
     (all_to_all, torch.bfloat16, gaussian, "bf16"),
     (broadcast, torch.bfloat16, gaussian, "bf16"),
+    (send_recv, torch.bfloat16, gaussian, "bf16"),
     (reduce_scatter, torch.bfloat16, gaussian, "bf16"),
     (reduce_scatter, torch.float32, autocast_gradients, "fp32 of bf16"),
     (all_reduce, torch.bfloat16, gaussian, "bf16"),
@@ -154,9 +173,10 @@ def seconds(call: Callable[[], object], calls: int) -> float:
     return slowest(begin.elapsed_time(end) / 1e3 / calls)
 
 
-def wrong_elements(case: Case) -> int:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[case.plain_out.element_size()]
-    wrong = (case.plain_out.view(bits) != case.zipped_out.view(bits)).sum()
+def wrong_elements(plain: Tensor, zipped: Tensor) -> int:
+    """Whose bits differ, on all ranks together."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[plain.element_size()]
+    wrong = (plain.view(bits) != zipped.view(bits)).sum()
     dist.all_reduce(wrong)
     return int(wrong)
 
@@ -165,7 +185,7 @@ def measure(case: Case, repetitions: int) -> tuple[float, float, int]:
     """(plain seconds, compressed seconds, wrong elements)."""
     case.plain()
     case.zipped()
-    wrong = wrong_elements(case)
+    wrong = wrong_elements(case.plain_out, case.zipped_out)
     calls = 1
     if DEVICE == "cuda":
         for _ in range(10):  # the room for what does not compress statically is learnt by now
@@ -179,10 +199,10 @@ def measure(case: Case, repetitions: int) -> tuple[float, float, int]:
 
 def expected(name: str, x: Tensor, policy: Policy, native: bool) -> str:
     """Milliseconds that the switch expects, where there is one."""
-    if DEVICE == "cpu" or not policy.adaptive:
+    if DEVICE == "cpu" or not policy.adaptive or name == "send":  # each direction has a switch of its own
         return "-"
     group = dist.distributed_c10d._get_default_group()
-    found = switch.switch(group, channel.channel(group, x.device))
+    found = switch.switch(channel.channel(group, x.device))
     shared = "gather" in name or "scatter" in name
     num_bytes = None if "all_to_all" in name else x.nbytes // (dist.get_world_size() if shared else 1)
     prediction = found.expected(name, num_bytes, x.dtype, policy.mode)
@@ -190,8 +210,8 @@ def expected(name: str, x: Tensor, policy: Policy, native: bool) -> str:
     return "-" if num_bytes is None else f"{(plan.seconds if plan else prediction.native) * 1e3:.3f}"
 
 
-def on_every_transport(names: Sequence[str], arguments: Sequence[str]) -> int:
-    """Starts this program under torchrun once for each transport."""
+def on_every_transport(program: str, names: Sequence[str], arguments: Sequence[str]) -> int:
+    """Starts a program under torchrun once for each transport."""
     for name in names:
         print(f"# transport {name}: {TRANSPORTS[name] or 'as NCCL chooses'}", flush=True)
         command = [
@@ -200,7 +220,7 @@ def on_every_transport(names: Sequence[str], arguments: Sequence[str]) -> int:
             "torch.distributed.run",
             "--nproc-per-node",
             "2",
-            __file__,
+            program,
             *arguments,
         ]
         env = {**os.environ, "NCCL_NVLS_ENABLE": "0", **TRANSPORTS[name]}
@@ -222,7 +242,7 @@ def main() -> int:
     parser.add_argument("--transports", default=",".join(TRANSPORTS), help="of NCCL (default: %(default)s)")
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        return on_every_transport(args.transports.split(","), sys.argv[1:])
+        return on_every_transport(__file__, args.transports.split(","), sys.argv[1:])
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if DEVICE == "cuda" else "gloo"
@@ -243,7 +263,7 @@ def main() -> int:
             case = make(x, policy)
             zipccl_hooks.reset_stats()
             plain, zipped, wrong = measure(case, args.repetitions)
-            ((name, counted),) = zipccl_hooks.stats().calls.items()
+            name, counted = max(zipccl_hooks.stats().calls.items())  # of two, send rather than recv
             native = counted.native_calls.total() > counted.compressed_calls
             path = "native" if native else max(counted.modes, key=counted.modes.__getitem__, default="-")
             if lead:

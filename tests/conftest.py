@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import Ranks
+from transports import on_ranks as on_ranks
 
 from zipccl_hooks import cpu
 
@@ -83,13 +84,33 @@ def emulated_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def emulated_peers_ranks() -> Iterator[Ranks]:
+    """Others than those: a group's channel has peers or has not."""
+    yield from _pool(largest=3)
+
+
+@pytest.fixture(scope="session")
 def emulated_4_ranks() -> Iterator[Ranks]:
     """As many as two nodes of two have."""
     yield from _pool(largest=4)
 
 
 @pytest.fixture(scope="session")
-def nccl_ranks() -> Iterator[Ranks]:
+def staged_peers_ranks() -> Iterator[Ranks]:
+    yield from _pool(largest=3)
+
+
+def _nccl_pool() -> Iterator[Ranks]:
     if torch.cuda.device_count() < 2:
         pytest.skip("fewer than two CUDA devices")
     yield from _pool(largest=2, backend="nccl")
+
+
+@pytest.fixture(scope="session")
+def nccl_ranks() -> Iterator[Ranks]:
+    yield from _nccl_pool()
+
+
+@pytest.fixture(scope="session")
+def nccl_peers_ranks() -> Iterator[Ranks]:
+    yield from _nccl_pool()

@@ -7,8 +7,12 @@ read the same tables, at the same addresses, as on a device.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import os
+import struct
+import tempfile
 import time
 from typing import Any
 
@@ -16,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zipccl_hooks import channel, cpu, dispatch, eligible, ops
-from zipccl_hooks.cuda import ENTRY_BYTES, MOVED, STAMP, launch
-from zipccl_hooks.format import HEADER_BYTES, Layout
+from zipccl_hooks import cpu, dispatch, eligible, ops, p2p, rests
+from zipccl_hooks.cuda import ENTRY_BYTES, MAX_SOURCES, MOVED, STAMP, TARGET_WIDE, ipc, launch, program
+from zipccl_hooks.format import DTYPES, HEADER_BYTES, DType, Layout, Mode, cached_layout
 
 
 class Stream:
-    stream_id = device_index = device_type = 0
+    stream_id = device_index = device_type = cuda_stream = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -30,8 +34,15 @@ class Stream:
 
     def wait_stream(self, stream: Any) -> None: ...
 
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
 
 class Event:
+    cuda_event = 0
+
     def record(self, *stream: Any) -> None: ...
 
     def query(self) -> bool:
@@ -54,37 +65,53 @@ def _rate(payload: int, tiles: int) -> int:
     return -(-16 * _dynamic(payload) // tiles) if tiles else 0
 
 
-def encode(x: Tensor, lay: Layout, payload: Tensor) -> None:
-    ops.encode_out(x, lay.mode, payload=payload)
+def _tensor(address: int, numel: int, dtype: DType) -> Tensor:
+    wanted = getattr(torch, dtype.name)
+    if not numel:
+        return torch.empty(0, dtype=wanted)
+    return torch.from_numpy(_bytes(address, numel * dtype.itemsize)).view(wanted)
 
 
-def _whole(payload: Tensor, lay: Layout, spill: int) -> np.ndarray[Any, Any]:
+def encode(dtype: DType, mode: Mode, source: int, payload: int, *layout: int) -> None:
+    lay = cached_layout(layout[-1], dtype, mode)
+    room = torch.from_numpy(_bytes(payload, lay.max_bytes))
+    ops.encode_out(_tensor(source, lay.numel, dtype), mode, payload=room)
+
+
+def _whole(payload: int, num_bytes: int, lay: Layout, spill: int) -> np.ndarray[Any, Any]:
     """A payload with its dynamic part, wherever that is."""
-    data = payload.numpy()
+    data = _bytes(payload, num_bytes)
     if data[MOVED]:
-        moved = _bytes(spill, _dynamic(payload.data_ptr()))
-        data = np.concatenate([data[: lay.static_bytes], moved])
+        data = np.concatenate([data[: lay.static_bytes], _bytes(spill, _dynamic(payload))])
     data = data.copy()
     data[STAMP:HEADER_BYTES] = 0
     return data
 
 
-def decode(payload: Tensor, lay: Layout, out: Tensor, flag: Any = None, spill: int = 0) -> None:
-    cpu.decode(_whole(payload, lay, spill), lay, ops._bits(out, lay.dtype))
+def decode(dtype: DType, mode: Mode, payload: int, num_bytes: int, *rest: int) -> None:
+    target, numel, _, spill = rest[-4:]
+    lay = cached_layout(numel, dtype, mode)
+    out = ops._bits(_tensor(target, numel, dtype), dtype)
+    cpu.decode(_whole(payload, num_bytes, lay, spill), lay, out)
 
 
-def decode_sum(sources: list[Tensor], lay: Layout, scale: float, out: Tensor, *, spills: list[int]) -> None:
-    terms = []
-    for source, spill in zip(sources, spills, strict=True):
-        if source.dtype == torch.uint8:
-            decode(source, lay, term := torch.empty_like(out), None, spill)
+def decode_sum(dtype: DType, mode: Mode, *arguments: int) -> None:
+    addresses, sizes, spills = (arguments[k * MAX_SOURCES : (k + 1) * MAX_SOURCES] for k in range(3))
+    count, (first, written, bits, scale_bits, numel) = arguments[3 * MAX_SOURCES], arguments[-7:-2]
+    assert count <= MAX_SOURCES and not first and not bits & TARGET_WIDE, "several launches are not emulated"
+    lay, terms = cached_layout(numel, dtype, mode), []
+    for address, size, spill in list(zip(addresses, sizes, spills, strict=True))[:count]:
+        if size:
+            term = torch.empty(numel, dtype=getattr(torch, dtype.name))
+            cpu.decode(_whole(address, size, lay, spill), lay, ops._bits(term, dtype))
         else:
-            term = source
+            term = _tensor(address, numel, dtype)
         terms.append(term)
-    ops.decode_sum_out(terms, scale=scale, out=out)
+    (scale,) = struct.unpack("<f", struct.pack("<I", scale_bits))
+    ops.decode_sum_out(terms, scale=scale, out=_tensor(written, numel, dtype))
 
 
-def stamp(device: Any, table: int, entries: int) -> None:
+def stamp(dtype: DType, mode: Mode, table: int, entries: int) -> None:
     rows = _words(table, entries * ENTRY_BYTES // 8).reshape(entries, -1)
     sent = [(int(row[0]), int(row[3])) for row in rows if row[0]]
     largest = max((_rate(payload, tiles) for payload, tiles in sent), default=0)
@@ -93,8 +120,8 @@ def stamp(device: Any, table: int, entries: int) -> None:
 
 
 def rest(
-    device: Any, table: int, entries: int, control: int, rate_word: int, wants_at: int, staging: int,
-    stage: int, number: int, stamped: int,
+    dtype: DType, mode: Mode, table: int, entries: int, control: int, rate_word: int, wants_at: int,
+    staging: int, stage: int, number: int, corrupt: int, stamped: int,
 ) -> None:  # fmt: skip
     """cuda/rest.py, step by step."""
     rows = _words(table, entries * ENTRY_BYTES // 8).reshape(entries, -1).tolist()
@@ -121,15 +148,77 @@ def rest(
                 size = int(parts[k, 0])
                 _bytes(staging + 2 * k * stage, size)[:] = _bytes(row[0] + row[2] + done, size)
             request = number << 16 | turn + 1
-            words[channel.REQUEST] = request
-            while (reply := int(words[channel.REPLY])) != request:
+            words[rests.REQUEST] = request
+            while (reply := int(words[rests.REPLY])) != request:
                 assert reply >= 0
                 time.sleep(0.0005)
             for k, row in enumerate(rows):
                 size, had = int(parts[k, 1]), row[6] - row[5]
                 _bytes(row[8] + had + done, size)[:] = _bytes(staging + (2 * k + 1) * stage, size)
     _words(rate_word, 1)[0] = max(rates)
-    words[channel.DONE] = number
+    words[rests.DONE] = number
+
+
+def run_words(operations: Any) -> None:
+    """program.word_operations, carried out at once."""
+    deadline = time.monotonic() + 30
+    for k in range(0, len(operations), 6):
+        kind, address, number = operations[k : k + 3]
+        word = _bytes(address, 4).view(np.uint32)
+        if kind == program._WRITE_VALUE:
+            word[0] = number
+        else:
+            while int(word[0]) < number:
+                assert time.monotonic() < deadline, f"word {int(word[0])} does not reach {number}"
+                time.sleep(0.0001)
+
+
+class Program(program.Program):
+    """Calls that are made in Python."""
+
+    def launch(self, kernel: launch.Launch, stream: int) -> Any:
+        name, dtype_name, mode, _ = kernel.function
+        values = (ctypes.c_uint64 * len(kernel.arguments))(*kernel.arguments)
+        self.call(lambda: globals()[name](DTYPES[dtype_name], mode, *values))
+        return values
+
+    def record(self, event: int, stream: int) -> None: ...
+
+    def wait(self, stream: int, event: int) -> None: ...
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        self.call(lambda: ctypes.memmove(target, source, num_bytes))
+
+    def words(self, operations: Any, stream: int) -> None:
+        self.call(lambda: run_words(operations))
+
+
+_mapped: list[Tensor] = []  # kept for good, as ipc.py keeps them
+_files: dict[int, str] = {}
+
+
+def _map(path: str, num_bytes: int) -> Tensor:
+    _mapped.append(torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8))
+    return _mapped[-1]
+
+
+def ipc_allocate(num_bytes: int, device: Any) -> Tensor:
+    descriptor, path = tempfile.mkstemp(prefix="zipccl-")
+    atexit.register(os.unlink, path)
+    os.ftruncate(descriptor, num_bytes)
+    os.close(descriptor)
+    memory = _map(path, num_bytes)
+    _files[memory.data_ptr()] = path
+    return memory
+
+
+def ipc_export(memory: Tensor) -> bytes:
+    return _files[memory.data_ptr()].encode().ljust(ipc.HANDLE_BYTES, b"\0")
+
+
+def ipc_attach(handle: bytes, device: Any) -> int:
+    path = handle.rstrip(b"\0").decode()
+    return _map(path, os.path.getsize(path)).data_ptr()
 
 
 def install() -> None:
@@ -141,11 +230,18 @@ def install() -> None:
     core: Any = torch._C
     core._cuda_setStream = lambda **stream: None
     core._cuda_getDevice = lambda: None
+    core._cuda_getCurrentRawStream = lambda index: 0
     core._cuda_getCurrentStream = lambda index: (0, 0, 0)
     tensor: Any = torch.Tensor
     tensor.pin_memory = lambda self: self
     tensor.record_stream = lambda self, stream: None
-    for function in (encode, decode, decode_sum, stamp, rest):
-        setattr(launch, function.__name__, function)
-    dispatch.uses_streams = lambda x: True
+    kernels: Any = launch
+    kernels._function = lambda *key: key
+    kernels._resident_blocks = lambda function, device: 1
+    kernels.scan_scratch = lambda lay, device, stream: torch.zeros(1)
+    for function in (ipc_allocate, ipc_export, ipc_attach):
+        setattr(ipc, function.__name__.removeprefix("ipc_"), function)
+    for name in ("launch", "record", "wait", "copy", "words"):
+        setattr(program.Program, name, vars(Program)[name])
+    dispatch.uses_streams = p2p.uses_streams = lambda x: True
     eligible.BACKENDS = {"cpu": "gloo"}

@@ -36,6 +36,13 @@ class StagedBackend:
         self._gloo._reduce_scatter_base(staged, input.cpu()).wait()
         self._received([output], [staged])
 
+    def allreduce(self, tensors: list[Tensor]) -> Any:
+        staged = [t.cpu() for t in tensors]
+        work = self._gloo.allreduce(staged)
+        work.wait()
+        self._received(tensors, staged)
+        return work
+
     def _allgather_base(self, output: Tensor, input: Tensor, options: Any) -> None:
         staged = torch.zeros(output.numel(), dtype=torch.uint8)
         self._gloo._allgather_base(staged, input.cpu()).wait()

@@ -152,9 +152,7 @@ def every_collective(group: dist.ProcessGroup, async_op: bool) -> dict[str, int]
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_every_collective_is_compressed(trio: Ranks, async_op: bool) -> None:
-    expected = dict.fromkeys(GLOO_CALLS, 1)
-    expected["all_reduce"] += expected.pop("all_reduce_coalesced") * 3
-    assert trio.run(2, every_collective, async_op) == [expected] * 2
+    assert trio.run(2, every_collective, async_op) == [dict.fromkeys(GLOO_CALLS, 1)] * 2
 
 
 def moved_at_three(group: dist.ProcessGroup) -> None:
@@ -218,16 +216,16 @@ def mixed_coalesced(group: dist.ProcessGroup) -> None:
     rank = group.rank()
     for async_op in (False, True):
         reset_stats(group)
-        tensors = [data(rank, NUMEL, FP32), torch.full((3,), rank + 1.0), data(9 + rank, NUMEL, FP32)]
-        with compressed(Policy(min_bytes=100)):
-            work = dist.all_reduce_coalesced(tensors, group=group, async_op=async_op)
-            if async_op:
-                work.wait()
+        tensors = [data(rank, NUMEL, FP32), torch.full((3,), rank + 1), data(9 + rank, NUMEL, FP32)]
+        with compressed(ALL):
+            options = dist.AllreduceCoalescedOptions()
+            options.asyncOp = async_op
+            group.allreduce_coalesced(tensors, options).wait()
         assert_bits(tensors[0], rank_order_sum([data(r, NUMEL, FP32) for r in (0, 1)]))
         assert tensors[1].eq(3).all()
         assert_bits(tensors[2], rank_order_sum([data(9 + r, NUMEL, FP32) for r in (0, 1)]))
-        counted = stats(group).calls["all_reduce"]
-        assert (counted.compressed_calls, counted.native_calls) == (2, {"below min_bytes": 1})
+        counted = stats(group).calls["all_reduce_coalesced"]
+        assert (counted.compressed_calls, counted.native_calls) == (1, {"dtype torch.int64": 1})
 
 
 def test_coalesced_calls_of_both_kinds(trio: Ranks) -> None:
@@ -250,7 +248,7 @@ def coalescing_manager(group: dist.ProcessGroup) -> dict[str, int]:
 
 
 def test_coalescing_manager(trio: Ranks) -> None:
-    assert trio.run(2, coalescing_manager) == [{"all_gather_into_tensor": 3}] * 2
+    assert trio.run(2, coalescing_manager) == [{"all_gather_into_tensor_coalesced": 1}] * 2
 
 
 def premul(group: dist.ProcessGroup) -> None:

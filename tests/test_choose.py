@@ -24,13 +24,23 @@ from zipccl_hooks.choose import (
     Link,
     Pieces,
     Plan,
+    Prediction,
     Ratio,
     default_ratios,
     explain_text,
     predict,
 )
 from zipccl_hooks.format import DTYPES, Mode
-from zipccl_hooks.scale import H200, fabric_link, scale_table, scale_text
+from zipccl_hooks.scale import (
+    H200,
+    SHOWN,
+    fabric_link,
+    figure,
+    save_plot,
+    scale_table,
+    scale_text,
+    shown_text,
+)
 
 BF16 = default_ratios("bfloat16")
 WORLDS = (2, 3, 5, 8)
@@ -383,3 +393,29 @@ def test_the_page_shows_what_the_program_prints() -> None:
         [sys.executable, "-m", "zipccl_hooks.scale"], capture_output=True, text=True, cwd=root, check=True
     ).stdout
     assert f"```\n{printed}```" in (root / "docs" / "scale.md").read_text()
+
+
+def test_the_picture_is_of_the_table() -> None:
+    """It holds the table that it was drawn from. Else: python -m zipccl_hooks.scale --plot docs/scale.svg"""
+    assert shown_text() in (Path(__file__).parent.parent / "docs" / "scale.svg").read_text()
+
+
+def test_the_plot_shows_gains_and_choices() -> None:
+    pytest.importorskip("matplotlib")
+    for axes, kind in zip(figure().axes, SHOWN, strict=True):
+        drawn = {
+            (line.get_label(), x): y
+            for line in axes.lines
+            for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+        }
+        markers = [line for line in axes.lines if line.get_marker() == "o"]
+        by_fabric: list[tuple[float, Prediction]] = sorted(scale_table(kind), key=lambda row: row[0])
+        for (gigabits, p), marker in zip(by_fabric, markers, strict=True):
+            assert drawn[f"{gigabits:g} Gb/s", p.link.world] == p.gain == marker.get_ydata()[0]
+            assert (marker.get_markerfacecolor() == "white") == (p.path == "native")
+
+
+def test_a_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"needs matplotlib, pip install zipccl_hooks\[plot\]"):
+        save_plot(str(tmp_path / "scale.svg"))

@@ -1,10 +1,12 @@
 """Collectives on CUDA tensors: bits, room and overflow, streams.
 
 Over NCCL; staged through the host on a GPU that several ranks share; and emulated, without a GPU.
+"_peers": by copies into each other's memory, where sizes are known to all.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -27,13 +29,16 @@ from zipccl_hooks import (
     explain,
     link,
     nodes,
+    p2p,
+    peers,
     reset_stats,
+    rests,
     stats,
     switch,
     zipccl_hook,
 )
 from zipccl_hooks.channel import LAG
-from zipccl_hooks.choose import KINDS, Cost, Link
+from zipccl_hooks.choose import KINDS, PEERS, Cost, Link
 from zipccl_hooks.errors import PeerMismatch
 
 ALL = Policy(min_bytes=0, adaptive=False)
@@ -49,9 +54,13 @@ def on(*transports: str) -> list[Any]:
     return [pytest.param(t, marks=[] if t.startswith("emulated") else [pytest.mark.gpu]) for t in transports]
 
 
-@pytest.fixture(
-    params=on("emulated 2", "emulated 3", "emulated 5", "staged 2", "staged 3", "staged 4", "nccl 2")
-)
+TRANSPORTS = (
+    "emulated 2", "emulated 3", "emulated 5", "emulated_peers 2", "emulated_peers 3",
+    "staged 2", "staged 3", "staged 4", "staged_peers 3", "nccl 2", "nccl_peers 2",
+)  # fmt: skip
+
+
+@pytest.fixture(params=on(*TRANSPORTS))
 def run(request: pytest.FixtureRequest) -> Run:
     """Runs a function on ranks whose CUDA tensors travel over NCCL or through the host."""
     transport, size = request.param.split()
@@ -59,22 +68,30 @@ def run(request: pytest.FixtureRequest) -> Run:
     return lambda function, *args: pool.run(int(size), prepared, function.__name__, args, transport)
 
 
-def prepared(group: dist.ProcessGroup, name: str, args: tuple[Any, ...], transport: str = "nccl") -> Any:
-    """Runs a function of this file in a rank; small pieces, so that a few thousand elements take several."""
+def prepared(
+    group: dist.ProcessGroup,
+    name: str,
+    args: tuple[Any, ...],
+    transport: str = "nccl",
+    module: str = __name__,
+) -> Any:
+    """Runs a function of a test module in a rank; pieces are small, so that few elements take several."""
     global DEVICE
+    transport, _, copies = transport.partition("_")
+    peers.peer_to_peer = lambda: copies == "peers"
     if transport == "emulated":
         import emulated
 
         DEVICE = "cpu"
         emulated.install()
     cuda_exchange.PIECES_BYTES, cuda_exchange.MIN_PIECE_BYTES = 0, 32 * 1024
-    channel.STAGE = 4096  # so that a rest takes several rounds
+    rests.STAGE = 4096  # so that a rest takes several rounds
     if transport != "nccl":
         eligible.BACKENDS = eligible.BACKENDS | {"cuda": "gloo"}
         channel.group_backend = StagedBackend.of
-        nodes.bare_backend = StagedBackend.bare
+        nodes.bare_backend = p2p.bare_backend = StagedBackend.bare
     reset_stats()
-    result = globals()[name](group, *args)
+    result = getattr(importlib.import_module(module), name)(group, *args)
     torch.cuda.synchronize()
     return result
 
@@ -97,6 +114,8 @@ def move(group: dist.ProcessGroup, dtype: torch.dtype, numel: int, hostile: bool
     out = torch.empty(size * numel, dtype=dtype, device=DEVICE)
     assert collectives.all_gather_into_tensor(out, x, group, policy=ALL) is None
     assert_bits(out.cpu(), torch.cat(inputs))
+    found = channel.channel(group, x.device).peers
+    assert (found is not None and found.region > 0) is peers.peer_to_peer()
 
     outs = [torch.empty(numel, dtype=dtype, device=DEVICE) for _ in range(size)]
     collectives.all_gather(outs, x, group, policy=ALL)
@@ -233,7 +252,7 @@ def overflow_at_the_end(group: dist.ProcessGroup) -> None:
 
 
 # The whole pool makes a group.
-@pytest.mark.parametrize("run", on("emulated 5", "staged 4", "nccl 2"), indirect=True)
+@pytest.mark.parametrize("run", on("emulated 5", "emulated_peers 3", "staged 4", "nccl 2"), indirect=True)
 def test_overflow_in_async_chains_and_before_destroy(run: Run) -> None:
     run(overflow_at_the_end)
 
@@ -465,15 +484,17 @@ def test_ddp(nccl_ranks: Ranks) -> None:
 def switched(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:
     """(what explain says it does, compressed calls, native calls) with a slow link, a fast one, hard data."""
     if dist.get_backend(group) == "gloo":  # which has not all of these calls for CUDA tensors
-        link.measure_group = lambda group, device: Link(group.size(), 1, {})
-        link.native_agree = lambda group, device: list
+        slow = {"all_gather": Cost(1.0, 1.0)}  # slower than copies among peers
+        link.measure_backend = lambda backend, device, kinds: Link(group.size(), 1, slow)
+        link.native_agree = lambda backend, device: list
     found = channel.channel(group, gpu(torch.empty(0)).device)
-    chooser = switch.switch(group, found)
+    chooser = switch.switch(found)
+    assert (PEERS in chooser.flat.costs) is peers.peer_to_peer()
     seen, numel = [], 400_000
     policy = Policy(min_bytes=0)
     for bandwidth, hostile in ((1e6, False), (1e15, False), (1e6, True)):
         costs = {kind: Cost(1e-5, bandwidth) for kind in KINDS}
-        chooser.link = chooser.flat = Link(group.size(), 1, costs)
+        chooser.link = chooser.flat = chooser.backend = Link(group.size(), 1, costs)
         chooser._kinds = {}
         reset_stats(group)
         for turn in range(LAG + 4):

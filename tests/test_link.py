@@ -162,7 +162,7 @@ def test_one_rank_has_no_link() -> None:
 
 
 def measured(group: dist.ProcessGroup) -> Link:
-    return link.measure_group(group, CPU)
+    return link.measure_backend(group._get_backend(CPU), CPU, (*KINDS, PAIRWISE))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -178,7 +178,7 @@ def test_all_ranks_hold_the_same_link(ranks: Ranks, size: int) -> None:
 
 def agreed(group: dist.ProcessGroup) -> tuple[list[float], dict[Mode, CodecSpeed]]:
     rank = group.rank()
-    agree = link.native_agree(group, CPU)
+    agree = link.native_agree(group._get_backend(CPU), CPU)
     mine = CodecSpeed(Cost(1e-5 * (rank + 1), 1e9 * (rank + 1)), Cost(rank, 3e9), Cost(0.0, 1e9), True)
     return agree([rank, -rank, 0.1]), link.agree_codec({Mode.DENSE: mine}, agree)
 

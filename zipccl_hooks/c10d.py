@@ -27,7 +27,7 @@ from torch import Tensor
 from . import premul
 from .counters import recorder
 from .cuda_work import CudaWork
-from .dispatch import decided, prepare
+from .dispatch import Request, decided, prepare
 from .eligible import BELOW_MIN_BYTES, MOVABLE_DTYPES, PLAIN_TYPES, unfit_reason
 from .errors import ZipcclError
 from .handshake import agree_on, agreed_on
@@ -85,7 +85,8 @@ def _interpose(operator: Operator, keyset: Any, arguments: Sequence[Any], x: Ten
     async_op = arguments[operator.async_at] if len(arguments) > operator.async_at else True
     handles: list[Any] = [start(async_op) for start in starts if start is not None]
     if None in starts:
-        native = _redispatch_some(operator, keyset, arguments, [start is None for start in starts])
+        rest = [request for request, start in zip(made, starts, strict=True) if start is None]
+        native = _redispatch_some(operator, keyset, arguments, rest)
         if async_op:
             handles.append(native)
         else:
@@ -95,13 +96,12 @@ def _interpose(operator: Operator, keyset: Any, arguments: Sequence[Any], x: Ten
 
 
 def _redispatch_some(
-    operator: Operator, keyset: Any, arguments: Sequence[Any], chosen: Sequence[bool]
+    operator: Operator, keyset: Any, arguments: Sequence[Any], rest: Sequence[Request]
 ) -> dist.Work:
     """Some tensors of a coalesced call; async, as NCCL's work of others is null, which Python cannot hold."""
-    some = [
-        [tensor for tensor, wanted in zip(tensors, chosen, strict=True) if wanted]
-        for tensors in arguments[: operator.group_at]
-    ]
+    wanted = {id(tensor) for request in rest for tensor in request.outputs}
+    places = [k for k, output in enumerate(arguments[0]) if id(output) in wanted]
+    some = [[tensors[k] for k in places] for tensors in arguments[: operator.group_at]]
     others = arguments[operator.group_at : operator.async_at]
     return dist.Work.unbox(operator.overload.redispatch(keyset & _BELOW, *some, *others))
 

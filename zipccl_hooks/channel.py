@@ -24,7 +24,6 @@ all ranks' payloads) of the calls up to LAG calls ago, never from what happens t
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -41,56 +40,10 @@ from .communicator import Communicator, communicator, group_backend
 from .cuda import ENTRY_BYTES, launch
 from .errors import CorruptPayload, ZipcclError
 from .format import DType, Layout, Mode, align, cached_layout
-
-logger = logging.getLogger(__name__)
+from .peers import Peers, find_peers
+from .rests import CORRUPT, DONE, RING, Exchange, Shared
 
 LAG = 8  # calls of a kind whose rates are not looked at yet: so far may the host run ahead of the device
-RING = 256  # exchanges that may be under way
-STAGE = 256 * 1024  # bytes of a rest that are exchanged at a time, per peer and direction
-DONE, REQUEST, REPLY, CORRUPT = range(4)  # the control words
-NUM_CONTROL = 4
-WORDS = ENTRY_BYTES // 8  # of a table's entry: see Entry
-GLOO_TAG = 1  # of rests; the compressed collectives on CPU tensors use 0
-
-
-@dataclass
-class Entry:
-    """What an exchange does with one peer: a row of its table, in this order."""
-
-    send: int = 0  # address of the payload, 0: none
-    send_static: int = 0  # bytes of its static part
-    send_bytes: int = 0  # exchanged
-    send_tiles: int = 0
-    receive: int = 0
-    receive_static: int = 0
-    receive_bytes: int = 0
-    receive_tiles: int = 0
-    spill: int = 0  # address of where the whole dynamic part has room
-    longest: int = 0  # bytes there
-
-    def set_send(self, payload: Tensor, lay: Layout, num_bytes: int) -> None:
-        self.send, self.send_static = payload.data_ptr(), lay.static_bytes
-        self.send_bytes, self.send_tiles = num_bytes, lay.num_tiles
-
-    def set_receive(self, payload: Tensor, lay: Layout, num_bytes: int, spill: int) -> None:
-        self.receive, self.receive_static = payload.data_ptr(), lay.static_bytes
-        self.receive_bytes, self.receive_tiles = num_bytes, lay.num_tiles
-        self.spill, self.longest = spill, lay.max_dynamic_bytes
-
-    def row(self) -> tuple[int, ...]:
-        return (
-            self.send, self.send_static, self.send_bytes, self.send_tiles, self.receive,
-            self.receive_static, self.receive_bytes, self.receive_tiles, self.spill, self.longest,
-        )  # fmt: skip
-
-
-@dataclass
-class Exchange:
-    """One exchange under way; ``rate`` is what it turned out to need, once that was looked at."""
-
-    number: int
-    name: str
-    rate: int | None = None
 
 
 @dataclass
@@ -123,71 +76,6 @@ class Flow:
         return lay.numel * dtype.itemsize / self.room(lay)
 
 
-class _Shared:
-    """What the channel's thread needs, and nothing that keeps the channel alive."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.rank, self.size, self.backend, self.recorder = comm.rank, comm.size, comm.backend, comm.recorder
-        cut = NUM_CONTROL, NUM_CONTROL + RING, NUM_CONTROL + RING + 2 * comm.size
-        num_words = cut[2] + RING * comm.size * WORDS
-        self.pinned = torch.zeros(num_words, dtype=torch.int64).pin_memory()
-        self.staging = torch.zeros(comm.size, 2, STAGE, dtype=torch.uint8).pin_memory()
-        self.words: np.ndarray[Any, Any] = self.pinned.numpy()
-        self.rates = self.words[cut[0] : cut[1]]
-        self.wants = self.words[cut[1] : cut[2]].reshape(comm.size, 2)
-        self.tables = self.words[cut[2] :].reshape(RING, comm.size, WORDS)
-        self.ring: list[Exchange | None] = [None] * RING
-        self.number = 0  # of exchanges issued
-        self.error: ZipcclError | None = None
-        self.busy = threading.Event()
-        self.closed = False
-
-    def serve(self) -> None:
-        """The thread: exchanges what kernels ask for; looks for requests while exchanges are under way."""
-        served = seen = idle = 0
-        while not self.closed:
-            request = int(self.words[REQUEST])
-            if request != served and self.error is None:
-                served = request
-                try:
-                    self._fetch(request)
-                    self.words[REPLY] = request
-                except Exception as error:
-                    self.error = ZipcclError(f"rest of a payload: {error}", rank=self.rank)
-                    logger.error("%s", self.error)
-                    self.words[REPLY] = -1
-            elif self.words[DONE] >= self.number and self.number == seen:
-                # Idle for a second: sleep until there is a call. Not at once, since waking would have the
-                # thread and its caller pass the GIL to and fro in every call, 0.1 ms each time.
-                if (idle := idle + 1) > 1000:
-                    self.busy.clear()
-                    if self.number == seen:
-                        self.busy.wait()
-                    idle = 0
-                time.sleep(0.001)
-            else:
-                seen, idle = self.number, 0
-                time.sleep(0.001)
-
-    def _fetch(self, request: int) -> None:
-        """One round of the rests of an exchange: pairs know each other's sizes from the headers."""
-        number, turn = request >> 16, (request & 0xFFFF) - 1
-        exchange = self.ring[number % RING]
-        if turn == 0 and exchange is not None:
-            self.recorder.overflow(exchange.name)
-        works = []
-        peers = [p for p in range(self.size) if p != self.rank]
-        sizes = np.clip(self.wants - turn * STAGE, 0, STAGE)
-        for p in peers:
-            if sizes[p, 1]:
-                works.append(self.backend.recv([self.staging[p, 1, : sizes[p, 1]]], p, GLOO_TAG))
-        for p in peers:
-            if sizes[p, 0]:
-                works.append(self.backend.send([self.staging[p, 0, : sizes[p, 0]]], p, GLOO_TAG))
-        for work in works:
-            work.wait()
-
-
 def _set_stream(stream: torch.cuda.Stream) -> None:
     torch._C._cuda_setStream(
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
@@ -195,22 +83,28 @@ def _set_stream(stream: torch.cuda.Stream) -> None:
 
 
 class Channel:
-    """Issues the compressed exchanges of one group and device, from the thread that calls."""
+    """Issues the compressed exchanges of one group and device, from the thread that calls.
+
+    Creating one is a collective call.
+    """
 
     def __init__(self, comm: Communicator, backend: Any, device: torch.device) -> None:
         self.comm, self.backend, self.device, self.index = comm, backend, device, device.index
         self.timeout: float = backend.options._timeout.total_seconds()
         with torch.cuda.device(device):
             self.encoding, self.exchanging, self.decoding = (torch.cuda.Stream(priority=-1) for _ in range(3))
-            self._free = [torch.cuda.Event(), torch.cuda.Event()]  # when a turn's buffers are no longer read
-            self._steps = [torch.cuda.Event() for _ in range(4)]
+            # When a turn's buffers are no longer read; behind its encoding and its exchange.
+            self.free, self.encoded, self.arrived = ([self._event(), self._event()] for _ in range(3))
             self._called, self._joined = torch.cuda.Event(), torch.cuda.Event()
+        self.peers = find_peers(comm, device)
         self._buffers: dict[str, Tensor] = {}
         self._flows: dict[Any, Flow] = {}
         self._turn, self._device_before = 0, self.index
         self._ready: torch.cuda.Stream | None = None  # the caller's, until the encoding stream waits for it
         self.generation = 0  # of the buffers
-        self._shared = _Shared(comm)
+        self._shared = Shared(comm)
+        if self.peers is not None:
+            self._shared.timeout = self.timeout
         # Addresses, for the kernels.
         shared = self._shared
         self._control, self._staging = shared.pinned.data_ptr(), shared.staging.data_ptr()
@@ -220,12 +114,19 @@ class Channel:
         self._thread = threading.Thread(target=self._shared.serve, name="zipccl-rests", daemon=True)
         self._thread.start()
 
+    def _event(self) -> torch.cuda.Event:
+        """One that has its handle, which torch makes when it is first recorded."""
+        event = torch.cuda.Event()
+        event.record(self.encoding)
+        return event
+
     def check(self) -> None:
         """Raises what went wrong on the device in an earlier call."""
         if self._shared.error is not None:
             raise self._shared.error
         if self._shared.words[CORRUPT]:
-            raise CorruptPayload("payload: damaged in an earlier call of this group", rank=self.comm.rank)
+            message = "payload: damaged in an earlier call of this group"
+            raise CorruptPayload(message, rank=self.comm.group_rank)
 
     def begin(self) -> torch.cuda.Stream:
         """Begins a call; returns the caller's stream, which the encoding stream follows when first used."""
@@ -259,13 +160,6 @@ class Channel:
         self._joined.record(other)
         stream.wait_event(self._joined)
 
-    def follow(self, stream: torch.cuda.Stream, other: torch.cuda.Stream, turn: int) -> None:
-        """Goes on with ``stream`` where ``other`` stops."""
-        event = self._steps[2 * turn + (stream is self.decoding)]
-        event.record(other)
-        stream.wait_event(event)
-        _set_stream(stream)
-
     def flow(self, key: Any) -> Flow:
         found = self._flows.get(key)
         if found is None:
@@ -273,13 +167,9 @@ class Channel:
         return found
 
     def next_turn(self) -> int:
-        """0 or 1, alternating: which buffers to use. The encoding stream waits until they are free."""
+        """0 or 1, alternating: which buffers to use."""
         self._turn ^= 1
-        self.encoding.wait_event(self._free[self._turn])
         return self._turn
-
-    def end_turn(self, turn: int) -> None:
-        self._free[turn].record(self.decoding)
 
     def slots(self, name: str, sizes: list[int]) -> list[Tensor]:
         """uint8 tensors of these sizes, each on 128 bytes, in a buffer kept from call to call.
@@ -291,14 +181,33 @@ class Channel:
         if held is None or held.numel() < sum(starts):
             # The old one returns to the encoding stream's memory: what still reads it comes first.
             self.encoding.wait_stream(self.decoding)
-            self.generation += 1
             self._buffers.pop(name, None)
-            for flow in self._flows.values():
-                flow.plans.clear()  # they hold the old one
+            self._replaced()
             del held
             held = self._buffers[name] = torch.empty(sum(starts), dtype=torch.uint8, device=self.device)
         parts = held[: sum(starts)].split(starts)
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    def _replaced(self) -> None:
+        """Forgets the plans, which hold the buffers that were."""
+        self.generation += 1
+        for flow in self._flows.values():
+            flow.plans.clear()
+
+    def reserve(self, num_bytes: int) -> Peers | None:
+        """The peers, with room for payloads of so many bytes, if there are; all ranks ask alike."""
+        if self.peers is None:
+            return None
+        before = self.peers.region
+        usable = self.peers.reserve(num_bytes)
+        if self.peers.region != before:
+            self._replaced()
+        return self.peers if usable else None
+
+    def drop_peers(self) -> None:
+        """Leaves payloads to the backend from now on; on all ranks alike."""
+        self.peers = None
+        self._replaced()
 
     def start(self, name: str, table: np.ndarray[Any, Any]) -> Exchange:
         """Takes a number and a place for an exchange and its table. Waits if RING are under way."""
@@ -315,17 +224,22 @@ class Channel:
             shared.busy.set()
         return exchange
 
-    def rest(self, exchange: Exchange, stamped: bool) -> None:
-        """Starts the kernel behind an exchange, on the current stream."""
-        slot = exchange.number % RING
-        launch.rest(
-            self.index, self.table(exchange), self.comm.size, self._control, self._rates + 8 * slot,
-            self._wants, self._staging, STAGE, exchange.number, int(stamped),
-        )  # fmt: skip
-
     def table(self, exchange: Exchange) -> int:
         """Address of an exchange's table."""
         return self._tables + exchange.number % RING * self.comm.size * ENTRY_BYTES
+
+    def rest(self, stamped: bool) -> launch.Launch:
+        """The kernel behind an exchange; set_rest says of which."""
+        return launch.resting(
+            self.index, 0, self.comm.size, self._control, 0, self._wants, self._staging, self._shared.stage,
+            0, int(stamped),
+        )  # fmt: skip
+
+    def set_rest(self, arguments: Any, exchange: Exchange) -> None:
+        """Its table, the word for its rate, its number."""
+        arguments[0] = self.table(exchange)
+        arguments[3] = self._rates + 8 * (exchange.number % RING)
+        arguments[7] = exchange.number
 
     def rate(self, exchange: Exchange) -> int:
         """What an exchange needed; waits for the device where it is not that far."""
@@ -335,7 +249,7 @@ class Channel:
                 self.check()
                 if time.monotonic() > deadline:
                     raise ZipcclError(
-                        f"{exchange.name}: not complete after {self.timeout} s", rank=self.comm.rank
+                        f"{exchange.name}: not complete after {self.timeout} s", rank=self.comm.group_rank
                     )
                 time.sleep(20e-6)
             exchange.rate = int(shared.rates[exchange.number % RING])
@@ -349,6 +263,8 @@ class Channel:
 
     def close(self) -> None:
         """Ends the thread."""
+        if self.peers is not None and self.decoding.query():
+            self.peers.close()
         self._shared.closed = True
         self._shared.busy.set()
         if threading.current_thread() is not self._thread:

@@ -14,9 +14,9 @@ call is, in bytes of the tensor on one rank::
     all_to_all      p b / W    all_to_all of b; W = 2: all_gather of b/2  p b / W
     broadcast       b, root    broadcast of b                             b, others
 
-Where the link has a cost of PAIRWISE (gloo), payloads go from rank to rank instead, broadcast aside. Where
-it has LOCAL and CROSS, reductions add up inside the nodes first, natively, and exchange compressed among
-equal local ranks.
+Where the link has a cost of PAIRWISE (gloo) or PEERS (peers.py), payloads go from rank to rank instead,
+those of a broadcast over PEERS only. Where it has LOCAL and CROSS, reductions add up inside the nodes first,
+natively, and exchange compressed among equal local ranks.
 
 **Time.** A native call takes latency + b / bandwidth. A compressed one goes in n equal pieces::
 
@@ -39,6 +39,7 @@ from .format import Mode
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 # Further costs that a link may have.
 PAIRWISE = "pairwise"  # sends and receives; of the bytes that a rank sends to all others together
+PEERS = "copies among peers"  # into each other's memory; of the same bytes
 LOCAL = "local reduce_scatter"  # inside each node; of the bytes that a rank receives
 CROSS = "cross all_to_all"  # among equal local ranks of all nodes; of the bytes that a rank puts in
 
@@ -190,18 +191,30 @@ class _Exchange:
     two_devices: bool = False  # one rank encodes, others decode
 
 
+def _carrier(link: Link, key: str, carried: float, sent: float, *others: str) -> tuple[Cost, float]:
+    """What carries payloads, one of ``others`` where the link has it, else ``key``; the bytes it is given."""
+    for other in others:
+        if other in link.costs:
+            return link.costs[other], sent
+    return link.costs[key], carried
+
+
 def _gather(link: Link, b: float, sums: bool = False) -> _Exchange:
     p = link.world - 1
-    key, carried = (PAIRWISE, p * b) if PAIRWISE in link.costs else ("all_gather", b)
-    return _Exchange(link.costs[key], carried, p * b, b, p * b, decodes=p, sums=sums)
+    cost, carried = _carrier(link, "all_gather", b, p * b, PEERS, PAIRWISE)
+    return _Exchange(cost, carried, p * b, b, p * b, decodes=p, sums=sums)
 
 
 def _all_to_all(link: Link, part: float) -> _Exchange:
     p = link.world - 1
     key, carried = ("all_gather", part) if p == 1 else ("all_to_all", link.world * part)
-    if PAIRWISE in link.costs:
-        key, carried = PAIRWISE, p * part
-    return _Exchange(link.costs[key], carried, p * part, p * part, p * part, p, p)
+    cost, carried = _carrier(link, key, carried, p * part, PEERS, PAIRWISE)
+    return _Exchange(cost, carried, p * part, p * part, p * part, p, p)
+
+
+def _broadcast(link: Link, b: float) -> _Exchange:
+    cost, carried = _carrier(link, "broadcast", b, (link.world - 1) * b, PEERS)
+    return _Exchange(cost, carried, b, b, b, two_devices=True)
 
 
 def _reduce_scatter(link: Link, b: float) -> _Exchange:
@@ -219,7 +232,7 @@ def _exchanges(kind: str, b: float, link: Link) -> list[_Exchange]:
         "reduce_scatter": lambda: [_reduce_scatter(link, b)],
         "all_reduce": lambda: [_reduce_scatter(link, shard), _gather(link, shard, sums=True)],
         "all_to_all": lambda: [_all_to_all(link, shard)],
-        "broadcast": lambda: [_Exchange(link.costs["broadcast"], b, b, b, b, two_devices=True)],
+        "broadcast": lambda: [_broadcast(link, b)],
     }[kind]()
 
 

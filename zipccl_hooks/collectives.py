@@ -1,10 +1,12 @@
 """torch.distributed's collectives, compressed: the same names, arguments and results, plus ``policy``.
 
-Data movement (all_gather, all_to_all, broadcast, gather, scatter) delivers the very bits. Reductions
+Data movement (all_gather, all_to_all, broadcast, gather, scatter, send) delivers the very bits. Reductions
 exchange compressed parts and add them up in rank order in fp32, rounding once to the tensor's dtype: the
 result does not depend on message size, piece or arrival, every rank holds the same bits, and for two ranks
 they are those of the plain collective. AVG and PREMUL_SUM multiply each term, in the tensor's dtype,
 before it is added, as NCCL and DDP do. Where a group spans nodes of several ranks, nodes.py tells the order.
+Coalesced calls (coalesced.py) are one call for the tensors of a dtype. Messages (p2p.py: send, recv, isend,
+irecv, batch_isend_irecv) concern their two ranks alone and cannot wait for each other.
 
 What is not compressed goes to torch.distributed: dtypes that do not shrink, small tensors, reduce
 operations other than those three, CPU tensors of groups without gloo and CUDA tensors of groups without
@@ -12,9 +14,9 @@ NCCL; and what switch.py expects to be faster plain. That choice rests only on w
 ``stats()`` counts the reasons.
 
 ``min_bytes`` of the policy is compared with the tensor that the call is about: what one rank
-contributes to a gather, receives from a scatter, reduces, broadcasts or, without split sizes, puts into an
-all_to_all. With splits, of any size on any rank, all_to_all is compressed at every size, since no rank
-knows the others' beforehand.
+contributes to a gather, receives from a scatter, reduces, broadcasts, sends or, without split sizes, puts
+into an all_to_all. With splits, of any size on any rank, all_to_all is compressed at every size, since no
+rank knows the others' beforehand.
 
 Arguments are checked before anything is sent: TypeError and ValueError name the argument. What ranks
 contradict each other in raises errors.PeerMismatch on all of them.
@@ -22,7 +24,7 @@ contradict each other in raises errors.PeerMismatch on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,10 +32,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import requests
+from .coalesced import all_gather_into_tensor_coalesced as all_gather_into_tensor_coalesced
+from .coalesced import all_reduce_coalesced as all_reduce_coalesced
+from .coalesced import reduce_scatter_tensor_coalesced as reduce_scatter_tensor_coalesced
 from .communicator import Work
 from .config import Policy, default_policy
-from .dispatch import run
+from .dispatch import run, torch_collective
 from .eligible import decline_reason, resolve_group
+from .p2p import batch_isend_irecv as batch_isend_irecv
+from .p2p import irecv as irecv
+from .p2p import isend as isend
+from .p2p import recv as recv
+from .p2p import send as send
 from .rooted import broadcast as broadcast
 from .rooted import gather as gather
 from .rooted import scatter as scatter
@@ -55,7 +65,7 @@ def all_gather_into_tensor(
     """torch.distributed.all_gather_into_tensor: every rank's input, in rank order, in everyone's output."""
 
     def native() -> Any:
-        return _native("all_gather_single", "all_gather_into_tensor")(
+        return torch_collective("all_gather_single", "all_gather_into_tensor")(
             output_tensor, input_tensor, group, async_op
         )
 
@@ -94,7 +104,9 @@ def reduce_scatter_tensor(
     """torch.distributed.reduce_scatter_tensor: ``output`` is the sum of everyone's part of this rank."""
 
     def native() -> Any:
-        return _native("reduce_scatter_single", "reduce_scatter_tensor")(output, input, op, group, async_op)
+        return torch_collective("reduce_scatter_single", "reduce_scatter_tensor")(
+            output, input, op, group, async_op
+        )
 
     request = requests.reduce_scatter_tensor(output, input, op, resolve_group(group))
     return run(request, native, group, async_op, policy)
@@ -198,8 +210,3 @@ def all_to_all(
         lambda: dist.all_to_all(list(output_tensor_list), list(input_tensor_list), group, async_op),
         group, async_op, policy,
     )  # fmt: skip
-
-
-def _native(newer: str, older: str) -> Callable[..., Any]:
-    """torch 2.13 renamed the single-tensor collectives and warns about the older names."""
-    return getattr(dist, newer, None) or getattr(dist, older)

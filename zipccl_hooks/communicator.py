@@ -14,7 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -77,6 +77,48 @@ class Work(dist.Work):
         return self._checked
 
 
+class Works(dist.Work):
+    """Handle of several calls as one; ``result`` are the outputs of all."""
+
+    def __init__(self, outputs: list[Tensor]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._works: list[dist.Work] = []
+
+    def add(self, work: dist.Work | None) -> None:
+        if work is not None:
+            self._works.append(work)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for all; ``timeout`` is that of each."""
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        outputs, futures = self._outputs, [work.get_future() for work in self._works]
+
+        def gathered(collected: torch.futures.Future[list[Any]]) -> list[Tensor]:
+            for future in collected.value():
+                future.value()  # raises what went wrong
+            return outputs
+
+        return torch.futures.collect_all(futures).then(gathered)
+
+
 def group_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The backend that carries out a group's collectives on a device."""
     native: Any = group._get_backend(device)
@@ -104,33 +146,43 @@ def bare_backend(kind: str, store: dist.Store, rank: int, size: int, timeout: ti
 class Communicator:
     """Runs the compressed collectives of one process group, or of some of its ranks, on this rank.
 
-    ``store`` is for these ranks alone. Creating one is a collective call of theirs. It holds no reference
-    to the group.
+    ``store`` is for these ranks alone, ``members`` are their ranks in the group: errors name those, all else
+    counts from 0. Its first call but ``submit`` is ``connect``. It holds no reference to the group.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, recorder: Recorder
+        self, store: dist.Store, rank: int, members: Sequence[int], timeout: timedelta, recorder: Recorder
     ) -> None:
-        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.store, self.rank, self.members, self.timeout = store, rank, members, timeout
+        self.size, self.group_rank = len(members), members[rank]
         self.recorder = recorder
-        self.backend: Any = bare_backend("gloo", dist.PrefixStore("gloo", store), rank, size, timeout)
+        self.backend: Any = None
         self.trees: dict[str, Any] = {}  # nodes.Tree by kind of device
         self.closers: list[Callable[[], None]] = []  # of what lives as long
         self._buffers: dict[str, Tensor] = {}
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
-        self._check_versions()
         self._thread = threading.Thread(
             target=_run, args=(self._calls,), name="zipccl-collectives", daemon=True
         )
         self._thread.start()
 
+    def connect(self) -> None:
+        """Connects the ranks, unless they are already. Collective."""
+        if self.backend is None:
+            store = dist.PrefixStore("gloo", self.store)
+            self.backend = bare_backend("gloo", store, self.rank, self.size, self.timeout)
+            try:
+                self._check_versions()
+            except RuntimeError:
+                self.backend = None
+                raise
+
     def _check_versions(self) -> None:
         versions = self.gather_row([VERSION])
-        for peer, (version,) in enumerate(versions):
+        for peer, (version,) in zip(self.members, versions, strict=True):
             if version != VERSION:
-                raise FormatMismatch(
-                    f"wire format version: expected {VERSION}, got {version}", rank=self.rank, peer=peer
-                )
+                message = f"wire format version: expected {VERSION}, got {version}"
+                raise FormatMismatch(message, rank=self.group_rank, peer=peer)
 
     def gather_row(self, row: list[int]) -> list[list[int]]:
         """Every rank's ``row``, rows of equal length."""
@@ -185,6 +237,12 @@ def _run(calls: queue.SimpleQueue[tuple[Callable[[], None], Work] | None]) -> No
         del item, call, work, error  # hold no tensor while waiting for the next call
 
 
+def make_communicator(group: dist.ProcessGroup, name: str, members: Sequence[int]) -> Communicator:
+    """A communicator of ``members``, ranks of a group and this one among them; not connected yet."""
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_process_group_store(group))
+    return Communicator(store, members.index(group.rank()), members, group_timeout(group), recorder(group))
+
+
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -194,8 +252,12 @@ def communicator(group: dist.ProcessGroup) -> Communicator:
     with _lock:
         found = _communicators.get(group)
         if found is None:
-            store = dist.PrefixStore("zipccl", dist.distributed_c10d._get_process_group_store(group))
-            found = Communicator(store, group.rank(), group.size(), group_timeout(group), recorder(group))
+            found = make_communicator(group, "zipccl", range(group.size()))
+            try:
+                found.connect()
+            except BaseException:
+                found.close()
+                raise
             _communicators[group] = found
             weakref.finalize(group, found.close)
         return found

@@ -92,6 +92,12 @@ def node_name() -> str:
     return os.environ.get("ZIPCCL_NODE") or socket.gethostname()
 
 
+def peer_to_peer() -> bool:
+    """Whether GPUs may write into each other's memory: unless NCCL is told that they may not."""
+    disabled, level = os.environ.get("NCCL_P2P_DISABLE", "0"), os.environ.get("NCCL_P2P_LEVEL", "")
+    return disabled in ("", "0") and level.upper() not in ("LOC", "0")
+
+
 def cache_directory() -> Path:
     """Where compiled CUDA kernels are kept: the user's cache, as the XDG convention has it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zipccl_hooks"

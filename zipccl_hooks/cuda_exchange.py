@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,11 +17,10 @@ from torch.profiler import record_function
 
 from . import exchange as host
 from .channel import Channel, Flow
-from .cuda import launch
 from .exchange import Call
-from .format import GROUP, TILE, Header, Layout, cached_layout
+from .format import GROUP, TILE, Header
 from .ops import format_dtype
-from .plan import Manner, Numels, Parts, Plan, find_plan
+from .plan import Manner, Numels, Plan, find_plan
 
 # Bytes of all ranks' tensors in one piece, and of one rank's. Two H200, all-gather of bf16, over NCCL with
 # 32 / 64 / 128 MiB: through host memory 64 MiB 1.25 / 1.28 / 1.25, 256 MiB 1.30 / 1.37 / 1.35,
@@ -30,26 +29,12 @@ PIECES_BYTES, MIN_PIECE_BYTES = 128 * 1024 * 1024, 1024 * 1024
 
 _NO_RANGE = nullcontext()
 
-Consume = Callable[[int, Parts, list[int]], None]  # start, payloads by peer, their spill areas
+Parts = list[Tensor | None]  # by peer
 
 
 def agree(call: Call, detail: float, sends: Sequence[int], expects: Sequence[int]) -> None:
     """Notes what this rank says of the call, for when its kind is new."""
     call.description = (detail, sends, expects)
-
-
-def _layout(call: Call, numel: int) -> Layout:
-    return cached_layout(numel, format_dtype(call.dtype), call.mode)
-
-
-def _cut(tensor: Tensor, k: int, step: int) -> Tensor:
-    """The k-th piece of ``step`` elements."""
-    return tensor if k == 0 and tensor.numel() <= step else tensor[k * step : (k + 1) * step]
-
-
-def _left(tensor: Tensor, k: int, step: int) -> int:
-    """Elements of that piece."""
-    return min(max(tensor.numel() - k * step, 0), step)
 
 
 def piece_bytes(world: int) -> int:
@@ -65,7 +50,7 @@ def piece(call: Call) -> int:
 def _calibrate(call: Call, flow: Flow, plan: Plan) -> None:
     """The first call of a kind: compares what all ranks say of it, and asks them how much room they need."""
     rate = 0
-    for _, lay, payload in plan.encodings:
+    for lay, payload in plan.payloads:
         if lay.num_tiles:
             dynamic_bytes = Header.read(payload).dynamic_bytes  # waits for the encoder
             rate = max(rate, -(-16 * dynamic_bytes // lay.num_tiles))
@@ -84,179 +69,181 @@ def _record(name: str) -> AbstractContextManager[object]:
     return record_function(name) if torch.autograd._profiler_enabled() else _NO_RANGE
 
 
+@dataclass
+class _Sides:
+    """What an exchange sends and where what it receives goes: flat tensors by peer, None: nothing.
+
+    ``own`` is this rank's term where what comes is added up, into ``total`` (which is what it receives).
+    ``always``: payloads are sent also of what is empty.
+    """
+
+    sends: Parts
+    receives: Parts
+    own: Tensor | None = None
+    total: Tensor | None = None
+    always: bool = False
+
+    def numels(self, parts: Parts, start: int, step: int) -> Numels:
+        """Elements of each part in the step at ``start``; None where there is no payload."""
+        lefts = [None if p is None else min(max(p.numel() - start, 0), step) for p in parts]
+        return lefts if self.always else [left or None for left in lefts]
+
+
+def _aligned(channel: Channel, call: Call, sides: _Sides) -> tuple[_Sides, list[tuple[Tensor, Tensor]]]:
+    """Sides whose tensors start on 16 bytes, as kernels want it; (target, source) of copies at the end."""
+    given = [t for t in (*sides.sends, *sides.receives, sides.own, sides.total) if t is not None]
+    if not any(t.data_ptr() % 16 for t in given):
+        return sides, []
+    channel.use(channel.encoding)
+    back: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def copied(t: Tensor | None) -> Tensor | None:
+        return t if t is None or t.data_ptr() % 16 == 0 else t.clone()
+
+    def staged(t: Tensor | None) -> Tensor | None:
+        if t is None or t.data_ptr() % 16 == 0:
+            return t
+        return back.setdefault(t.data_ptr(), (t, torch.empty_like(t)))[1]
+
+    aligned = _Sides(
+        [copied(t) for t in sides.sends],
+        [staged(t) for t in sides.receives],
+        copied(sides.own),
+        staged(sides.total),
+        sides.always,
+    )
+    call.tensors += [t for t in (*aligned.sends, *aligned.receives, aligned.own) if t is not None]
+    return aligned, list(back.values())
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _exchange(
     call: Call,
-    pattern: str,
-    num_steps: int,
-    sends: Callable[[int], Parts],
-    numels: Callable[[int], Numels],
-    consume: Consume,
-    root: int = -1,
-    own: Callable[[int], None] | None = None,
+    manner: Manner,
+    sides: _Sides,
+    step: int,
+    longest: int,
+    own: Callable[[], object] | None = None,
 ) -> None:
-    """Exchanges payloads, step by step.
+    """Exchanges payloads of ``step`` elements, until the ``longest`` part is through, on any rank alike.
 
-    ``sends(step)`` are the parts for the peers, ``numels(step)`` the elements that come from them, None for
-    this rank itself and where there is nothing. ``pattern`` and ``root`` are plan.Manner's. ``own(step)``
-    puts this rank's own part in its place, while the exchange is under way.
+    ``own`` puts this rank's own part in its place, while the last exchange is under way.
     """
     channel: Channel = call.channel
-    encoding, exchanging, decoding = channel.encoding, channel.exchanging, channel.decoding
-    size = call.comm.size
+    encoding, decoding = channel.encoding, channel.decoding
     flow = channel.flow((call.name, call.stage, call.dtype, call.mode, call.kind))
     channel.learn(flow)
-    dtype = format_dtype(call.dtype)
-    plan = partial(find_plan, channel, flow, Manner(dtype, call.mode, pattern, root))
-    stamped = pattern == "pairs" and size > 2
     if call.stage:  # it reads what the stage before decoded, not only what the caller wrote
         encoding.wait_stream(decoding)
     call.stage += 1
+    sides, back = _aligned(channel, call, sides)
+    sources, targets = [_address(t) for t in sides.sends], [_address(t) for t in sides.receives]
+    own_term, total = _address(sides.own), _address(sides.total)
     exchanges = []
-    for step in range(num_steps):
+    for start in range(0, max(longest, 1), step):
         channel.use(encoding)
-        turn = channel.next_turn()
-        parts = sends(step)
-        out_numels = [None if part is None else part.numel() for part in parts]
-        in_numels = numels(step)
-        current = plan(out_numels, in_numels, turn)
+        turn, at = channel.next_turn(), start * call.dtype.itemsize
+        sizes = sides.numels(sides.sends, start, step), sides.numels(sides.receives, start, step)
+        plan = find_plan(channel, flow, manner, *sizes, turn)
+        addresses = [s + at for s in sources], [t + at for t in targets], own_term + at, total + at
+        plan.set_tensors(*addresses)
         with _record("zipccl::encode"):
-            current.encode(parts)
+            plan.encode.run()
         if flow.rate is None:
-            _calibrate(call, flow, current)
-            current = plan(out_numels, in_numels, turn)
-        started = channel.start(call.name, current.table)
+            _calibrate(call, flow, plan)
+            plan = find_plan(channel, flow, manner, *sizes, turn)
+            plan.set_tensors(*addresses)
+        started = channel.start(call.name, plan.table)
         exchanges.append(started)
-        if stamped:
-            launch.stamp(channel.index, channel.table(started), size)
+        plan.set_exchange(channel, started)
         with _record("zipccl::exchange"):
-            channel.follow(exchanging, encoding, turn)
-            current.communicate()
-        if own is not None:
+            plan.exchange.run()
+        if own is not None and start + step >= longest:
             channel.use(encoding)
-            own(step)
+            own()
             channel.join(decoding, encoding)
-        channel.follow(decoding, exchanging, turn)
-        channel.rest(started, stamped)
         with _record("zipccl::decode"):
-            consume(step, current.received, current.spills)
-        channel.end_turn(turn)
-        call.raw_bytes += current.raw_bytes
-        call.sent_bytes += current.sent_bytes
-        call.modes[call.mode.name.lower()] += len(current.encodings)
+            plan.decode.run()
+        call.raw_bytes += plan.raw_bytes
+        call.sent_bytes += plan.sent_bytes
+        call.modes[call.mode.name.lower()] += len(plan.payloads)
+    channel.use(decoding)
+    for target, copied in back:
+        target.copy_(copied)
     flow.pending.append(exchanges)
-    call.ratios.append(flow.ratio(dtype, call.mode))
+    call.ratios.append(flow.ratio(manner.dtype, call.mode))
+
+
+def _manner(
+    call: Call, pattern: str, longest: int | None, root: int = -1, scale: float | None = None
+) -> Manner:
+    return Manner(format_dtype(call.dtype), call.mode, pattern, root, longest, scale)
 
 
 def all_gather(call: Call, x: Tensor, outs: Sequence[Tensor]) -> None:
     """Every rank's flat ``x`` into ``outs[rank]``, flat, sizes as agreed. ``x`` may be ``outs[own rank]``."""
     rank, size, step = call.comm.rank, call.comm.size, piece(call)
     call.kind = tuple(out.numel() for out in outs)
-
-    def sends(k: int) -> Parts:
-        part = _cut(x, k, step) if k * step < x.numel() else None
-        return [None if peer == rank else part for peer in range(size)]
-
-    def numels(k: int) -> Numels:
-        return [None if peer == rank else _left(out, k, step) or None for peer, out in enumerate(outs)]
-
-    def consume(k: int, payloads: Parts, spills: list[int]) -> None:
-        for peer, payload in enumerate(payloads):
-            if payload is not None:
-                out = _cut(outs[peer], k, step)
-                launch.decode(payload, _layout(call, out.numel()), out, None, spills[peer])
-
-    def own(k: int) -> None:
-        _cut(outs[rank], k, step).copy_(_cut(x, k, step))
-
-    steps = max(1, -(-max(call.kind) // step))
+    longest = max(call.kind)
+    others = [peer != rank for peer in range(size)]
+    sides = _Sides(
+        [x if other else None for other in others],
+        [out if other else None for out, other in zip(outs, others, strict=True)],
+    )
     in_place = outs[rank].data_ptr() == x.data_ptr()
-    _exchange(call, "gather", steps, sends, numels, consume, own=None if in_place else own)
-
-
-def _pairs(
-    call: Call,
-    parts: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    step: int,
-    longest: int,
-    consume: Consume,
-    own: Callable[[int], None] | None = None,
-) -> None:
-    """Sends ``parts[i]`` to rank i; ``outs[i]`` is as long as what comes from there.
-
-    With more than two ranks each sends to each other in every step, if only a header: the stamp in it tells
-    the rate that all must know.
-    """
-    rank, size = call.comm.rank, call.comm.size
-
-    def sends(k: int) -> Parts:
-        return [
-            _cut(part, k, step) if peer != rank and (size > 2 or _left(part, k, step)) else None
-            for peer, part in enumerate(parts)
-        ]
-
-    def numels(k: int) -> Numels:
-        lefts: Numels = [_left(out, k, step) for out in outs]
-        return [None if peer == rank or not (n or size > 2) else n for peer, n in enumerate(lefts)]
-
-    _exchange(call, "pairs", max(1, -(-longest // step)), sends, numels, consume, own=own)
+    own = None if in_place else lambda: outs[rank].copy_(x)
+    _exchange(call, _manner(call, "gather", min(longest, step)), sides, step, longest, own)
 
 
 def reduce_scatter(call: Call, parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
     """``out``: the ranks' ``parts[own rank] * scale``, added in rank order; may be one of ``parts``."""
     rank, size, step = call.comm.rank, call.comm.size, piece(call)
     call.kind = tuple(part.numel() for part in parts)
-
-    def consume(k: int, payloads: Parts, spills: list[int]) -> None:
-        target = _cut(out, k, step)
-        if target.numel():
-            own = _cut(parts[rank], k, step)
-            sources = [own if payload is None else payload for payload in payloads]
-            launch.decode_sum(sources, _layout(call, target.numel()), scale, target, spills=spills)
-
-    # Every rank knows all sizes, so all take as many steps as the longest part needs.
-    _pairs(call, parts, [out] * size, step, max(call.kind), consume)
+    longest = max(call.kind)  # every rank knows all sizes
+    sides = _Sides(
+        [None if peer == rank else part for peer, part in enumerate(parts)],
+        [None if peer == rank else out for peer in range(size)],
+        parts[rank],
+        out,
+        size > 2,
+    )
+    _exchange(call, _manner(call, "pairs", min(longest, step), scale=scale), sides, step, longest)
 
 
 def all_to_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
     """Sends ``parts[i]``, flat, to rank i, whose own for this rank comes into ``outs[i]``.
 
-    With more than two ranks in one piece: no rank knows how long the others' longest part is.
+    In one piece where more than two ranks have parts and ``call.kind`` does not tell how long the longest is.
     """
-    rank, size = call.comm.rank, call.comm.size
+    rank, size, step = call.comm.rank, call.comm.size, piece(call)
     longest = max(t.numel() for peer in range(size) if peer != rank for t in (parts[peer], outs[peer]))
-    step = piece(call) if size == 2 else max(longest, 1)
-    call.kind = ()
-
-    def consume(k: int, payloads: Parts, spills: list[int]) -> None:
-        for peer, payload in enumerate(payloads):
-            out = _cut(outs[peer], k, step)
-            if payload is not None and out.numel():
-                launch.decode(payload, _layout(call, out.numel()), out, None, spills[peer])
-
-    def own(k: int) -> None:
-        if k == 0:
-            outs[rank].copy_(parts[rank])
-
-    _pairs(call, parts, outs, step, longest, consume, own)
+    known = None
+    if size == 2 or call.kind:
+        call.kind = call.kind or (longest,)
+        (longest,) = call.kind
+        known = min(longest, step)
+    else:
+        step = max(longest, 1)
+    sides = _Sides(
+        [None if peer == rank else part for peer, part in enumerate(parts)],
+        [None if peer == rank else out for peer, out in enumerate(outs)],
+        always=size > 2,
+    )
+    _exchange(
+        call, _manner(call, "pairs", known), sides, step, longest, lambda: outs[rank].copy_(parts[rank])
+    )
 
 
 def broadcast(call: Call, x: Tensor, root: int) -> None:
     """``x`` of rank ``root``, flat, into every rank's ``x``."""
     rank, size, step = call.comm.rank, call.comm.size, piece(call)
     call.kind = (x.numel(), root)
-
-    def sends(k: int) -> Parts:
-        part = _cut(x, k, step)
-        return [part if rank == root and peer != root else None for peer in range(size)]
-
-    def numels(k: int) -> Numels:
-        return [_left(x, k, step) if peer == root != rank else None for peer in range(size)]
-
-    def consume(k: int, payloads: Parts, spills: list[int]) -> None:
-        payload = payloads[root]
-        if payload is not None:
-            out = _cut(x, k, step)
-            launch.decode(payload, _layout(call, out.numel()), out, None, spills[root])
-
-    _exchange(call, "broadcast", max(1, -(-x.numel() // step)), sends, numels, consume, root)
+    sides = _Sides(
+        [x if rank == root and peer != root else None for peer in range(size)],
+        [x if peer == root != rank else None for peer in range(size)],
+        always=True,
+    )
+    _exchange(call, _manner(call, "broadcast", min(x.numel(), step), root), sides, step, x.numel())

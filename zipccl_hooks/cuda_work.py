@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .channel import Channel
-from .exchange import Call
+from .communicator import Work
 
 
 class CudaWork(dist.Work):
@@ -50,20 +50,55 @@ class CudaWork(dist.Work):
         return future
 
 
+class DeferredWork(dist.Work):
+    """Handle of a call that a communicator's thread enqueues; ``enqueued`` is its handle, once that is done.
+
+    So long ``wait`` blocks the host, and no longer.
+    """
+
+    def __init__(self, submitted: Work, enqueued: list[dist.Work]) -> None:
+        super().__init__()
+        self._submitted, self._enqueued = submitted, enqueued
+
+    def _work(self, timeout: timedelta | None = None) -> dist.Work:
+        self._submitted.wait(timeout)
+        return self._enqueued[0]
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return self._work(timeout).wait()
+
+    def is_completed(self) -> bool:
+        if not self._submitted.is_success():
+            return self._submitted.is_completed()
+        return self._enqueued[0].is_completed()
+
+    def is_success(self) -> bool:
+        return self._submitted.is_success() and self._enqueued[0].is_success()
+
+    def exception(self) -> BaseException | None:
+        return self._submitted.exception()
+
+    def result(self) -> list[Tensor]:
+        return self._work().result()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._work().get_future()
+
+
 def enqueue(
-    call: Call,
+    channel: Channel,
     body: Callable[[], None],
     put_back: Callable[[], None],
-    tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor],
+    tensors: list[Tensor],
+    outputs: list[Tensor],
     async_op: bool,
 ) -> CudaWork | None:
     """Enqueues a call: ``body``, then ``put_back`` behind its last decoding.
 
-    ``body`` begins on the caller's stream; what it puts there comes before the first encoding. If the call
-    is not async, the caller's stream waits for its end.
+    ``body`` begins on the caller's stream; what it puts there comes before the first encoding. It adds to
+    ``tensors`` what it makes for streams to use. If the call is not async, the caller's stream waits for its
+    end.
     """
-    channel: Channel = call.channel
     work, grad = None, torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)
     caller = channel.begin()
@@ -72,7 +107,7 @@ def enqueue(
         channel.use(channel.decoding)
         put_back()
         if async_op:
-            work = CudaWork(channel, list(outputs))
+            work = CudaWork(channel, outputs)
             for tensor in tensors:  # the caller may drop them before it waits
                 tensor.record_stream(channel.encoding)
                 tensor.record_stream(channel.decoding)
@@ -81,5 +116,4 @@ def enqueue(
     finally:
         channel.leave(caller)
         torch._C._set_grad_enabled(grad)
-    call.finish()
     return work

@@ -12,15 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import cuda_exchange, exchange, nodes
-from .channel import channel
+from .channel import Channel, channel
 from .codec import resolve_mode
-from .communicator import Work, communicator
+from .communicator import Communicator, Work, communicator
 from .config import Policy, default_policy
 from .counters import recorder
 from .cuda_work import CudaWork, enqueue
 from .eligible import decline_reason, resolve_group
 from .exchange import Call
+from .format import TILE, align
 from .switch import switch
+
+
+def torch_collective(newer: str, older: str) -> Callable[..., Any]:
+    """A single-tensor collective of torch, which 2.13 renamed, and warns about the older name."""
+    return getattr(dist, newer, None) or getattr(dist, older)
 
 
 def uses_streams(x: Tensor) -> bool:
@@ -30,7 +36,7 @@ def uses_streams(x: Tensor) -> bool:
 
 @dataclass
 class Request:
-    """One collective call: what goes in and out, and how it is carried out compressed.
+    """One call: what goes in and out, and how it is carried out compressed.
 
     ``body(call, flat)`` fills ``flat``, the outputs, flat and contiguous. ``num_bytes`` is compared with the
     policy's ``min_bytes``, None where ranks do not know it alike; ``op`` is the operation of a reduction.
@@ -42,6 +48,24 @@ class Request:
     outputs: Sequence[Tensor]
     num_bytes: int | None
     op: Any = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """One of its tensors, which are alike."""
+        return (*self.inputs, *self.outputs)[0]
+
+    def flat_outputs(self) -> tuple[list[Tensor], Callable[[], None]]:
+        """The outputs for ``body``, and what brings those that are not contiguous back to their place."""
+        targets = [t.detach() for t in self.outputs]
+        flat = [torch.empty_like(t, memory_format=torch.contiguous_format).view(-1)
+                if not t.is_contiguous() else t.view(-1) for t in targets]  # fmt: skip
+
+        def put_back() -> None:
+            for target, filled in zip(targets, flat, strict=True):
+                if not target.is_contiguous():
+                    target.copy_(filled.view(target.shape))
+
+        return flat, put_back
 
 
 class _Decided(threading.local):
@@ -60,7 +84,7 @@ def run(
     async_op: bool,
     policy: Policy | None,
 ) -> Work | dist.Work | None:
-    """Sends one call down its path."""
+    """Sends one call of a collective down its path."""
     resolved = resolve_group(group)
     start = None if resolved is None else prepare(request, resolved, policy or default_policy())
     if start is not None:
@@ -79,26 +103,62 @@ def prepare(
 
     What is returned must be called: every rank does, and the switch counts on it.
     """
-    name, inputs, outputs = request.name, request.inputs, request.outputs
-    reference = (*inputs, *outputs)[0]
-    reason = decline_reason(reference, request.num_bytes, group, policy, request.op)
+    reason = decline_reason(request.tensor, request.num_bytes, group, policy, request.op)
     if reason is not None:
-        _count_native(request, group, reason)
+        recorder(group).native(request.name, reason, sum(t.nbytes for t in request.inputs))
         return None
-    mode = resolve_mode(policy.mode, reference.dtype)
-    found = channel(group, reference.device) if uses_streams(reference) else None
-    chooser = switch(group, found) if found is not None and policy.adaptive else None
+    if uses_streams(request.tensor):
+        return prepare_on_streams(request, channel(group, request.tensor.device), policy)
+    comm = communicator(group)
+
+    def start(async_op: bool) -> Work | None:
+        work = on_thread(request, comm, policy)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    return start
+
+
+def on_thread(request: Request, comm: Communicator, policy: Policy) -> Work:
+    """Has the communicator's thread carry out a request."""
+    dtype = request.tensor.dtype
+    call = Call(comm, request.name, dtype, resolve_mode(policy.mode, dtype))
+    flat, put_back = request.flat_outputs()
+
+    def carry_out() -> None:
+        request.body(call, flat)
+        call.finish()
+        put_back()
+
+    return comm.submit(carry_out, list(request.outputs))
+
+
+def prepare_on_streams(
+    request: Request, channel: Channel, policy: Policy, *kinds: Any
+) -> Callable[[bool], CudaWork | None] | None:
+    """What enqueues a request compressed; None, and counted, where the switch expects plain to be faster.
+
+    ``kinds``: what the switch measures of the channel; its own choice if none are given.
+    """
+    dtype, mode = request.tensor.dtype, resolve_mode(policy.mode, request.tensor.dtype)
+    chooser = switch(channel, *kinds) if policy.adaptive else None
     if chooser is not None:
-        chosen = chooser.choose(name, request.num_bytes, reference.dtype, policy.mode)
+        chosen = chooser.choose(request.name, request.num_bytes, dtype, policy.mode)
         if chosen is None:
-            _count_native(request, group, "faster so")
+            num_bytes = sum(t.nbytes for t in request.inputs)
+            channel.comm.recorder.native(request.name, "faster so", num_bytes)
             return None
         mode = chosen
-    call = Call(communicator(group), name, reference.dtype, mode)
-    call.channel = found
+    call = Call(channel.comm, request.name, dtype, mode, channel=channel)
 
-    def start(async_op: bool) -> Work | CudaWork | None:
-        work = _start(call, request, async_op)
+    def start(async_op: bool) -> CudaWork | None:
+        flat, put_back = request.flat_outputs()
+        call.tensors += (*request.inputs, *request.outputs, *flat)
+        outputs = list(request.outputs)
+        work = enqueue(channel, lambda: request.body(call, flat), put_back, call.tensors, outputs, async_op)
+        call.finish()
         if chooser is not None:
             chooser.learn(call, request.num_bytes, policy.mode)
         return work
@@ -106,52 +166,32 @@ def prepare(
     return start
 
 
-def _count_native(request: Request, group: dist.ProcessGroup, reason: str) -> None:
-    recorder(group).native(request.name, reason, sum(t.nbytes for t in request.inputs))
-
-
-def _start(call: Call, request: Request, async_op: bool) -> Work | CudaWork | None:
-    inputs, outputs = request.inputs, request.outputs
-    in_place = [t.is_contiguous() for t in outputs]
-    flat = [(t if whole else torch.empty_like(t, memory_format=torch.contiguous_format)).detach().view(-1)
-            for t, whole in zip(outputs, in_place, strict=True)]  # fmt: skip
-
-    def put_back() -> None:
-        for target, filled, whole in zip(outputs, flat, in_place, strict=True):
-            if not whole:
-                target.detach().copy_(filled.view(target.shape))
-
-    if call.channel is not None:
-        tensors = [*inputs, *outputs, *flat]
-        return enqueue(call, lambda: request.body(call, flat), put_back, tensors, outputs, async_op)
-
-    def carry_out() -> None:
-        request.body(call, flat)
-        call.finish()
-        put_back()
-
-    submitted = call.comm.submit(carry_out, list(outputs))
-    if async_op:
-        return submitted
-    submitted.wait()
-    return None
-
-
 def engine(call: Call) -> Any:
     """The exchanges for a call's device: cuda_exchange has the same functions as exchange."""
     return exchange if call.channel is None else cuda_exchange
 
 
-def flatten(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1)
+def flatten(call: Call, tensor: Tensor) -> Tensor:
+    """A tensor, flat; a copy where it is not contiguous, which the call keeps."""
+    flat = tensor.detach().contiguous().view(-1)
+    if not tensor.is_contiguous():
+        call.tensors.append(flat)
+    return flat
 
 
 def equal_parts(flat: Tensor, size: int) -> list[Tensor]:
     return list(flat.view(size, -1)) if flat.numel() else [flat] * size
 
 
-def exchange_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Flat ``parts[i]`` to rank i, what comes from there into ``outs[i]``."""
+def exchange_all(
+    call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor], longest: int | None = None
+) -> None:
+    """Flat ``parts[i]`` to rank i, what comes from there into ``outs[i]``.
+
+    ``longest``: elements of the longest part of any rank, if all ranks know that without being told.
+    """
+    if longest is not None:
+        call.kind = (longest,)
     engine(call).agree(call, 0.0, [len(p) for p in parts], [len(o) for o in outs])
     engine(call).all_to_all(call, parts, outs)
 
@@ -164,3 +204,12 @@ def exchange_sum(call: Call, parts: Sequence[Tensor], out: Tensor, scale: float)
         one.reduce_scatter(call, parts, out, scale)
     else:
         found.reduce_scatter(call, parts, out, scale, one.reduce_scatter)
+
+
+def sum_in_place(call: Call, x: Tensor, scale: float) -> None:
+    """Flat ``x``: the ranks' ``x * scale``, added; a reduce-scatter, then an all-gather."""
+    comm = call.comm
+    shard = align(-(-len(x) // comm.size), TILE)  # whole tiles, so that only the last has a tail
+    shards = [x[rank * shard : (rank + 1) * shard] for rank in range(comm.size)]
+    exchange_sum(call, shards, shards[comm.rank], scale)
+    engine(call).all_gather(call, shards[comm.rank], shards)

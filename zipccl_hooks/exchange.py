@@ -31,19 +31,24 @@ from .communicator import Communicator
 from .errors import PeerMismatch, ZipcclError
 from .format import GROUP, TILE, Mode, align
 
-# What a collective is called in descriptions: its place in this tuple.
+# What a call is in descriptions: its place here, and for the two ends of a message the same one.
 CALLS = (
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
     "all_reduce",
+    "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
     "broadcast",
     "gather",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
     "scatter",
+    "send",
 )
+CODES = {name: code for code, name in enumerate(CALLS)} | {"recv": CALLS.index("send")}
 FAILED = -1  # in place of a payload's size: this rank cannot send it, see Call.error
 MIN_PIECE_BYTES = 256 * 1024
 # Bytes of a tensor that a rank sends to others as one piece. Two processes, 1 Gbit/s, 64 MiB, pieces of
@@ -70,11 +75,15 @@ class Call:
     modes: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None
     longest: int = 0
+    digest: int = 0  # 32 bits of what else must be alike: sizes of coalesced tensors, a message's policy
     channel: Any = None
     stage: int = 0  # exchanges of the call so far
     ratios: list[float] = field(default_factory=list)  # of each, as all ranks know them
     kind: tuple[int, ...] = ()  # sizes, where all ranks know them
     description: tuple[float, Sequence[int], Sequence[int]] = (0.0, (), ())
+    tensors: list[Tensor] = field(
+        default_factory=list
+    )  # whose memory streams use, when the caller may be gone
 
     @property
     def peers(self) -> int:
@@ -107,7 +116,8 @@ class Call:
             yield
         except ZipcclError as error:
             whose = error.peer if peer is None else peer
-            raise type(error)(error.message, rank=self.comm.rank, peer=whose) from None
+            named = None if whose is None else self.comm.members[whose]
+            raise type(error)(error.message, rank=self.comm.group_rank, peer=named) from None
 
     def capacity(self, numel: int) -> int:
         return align(ops.payload_capacity(numel, self.dtype, self.mode))
@@ -125,27 +135,26 @@ def agree(call: Call, detail: float, sends: Sequence[int], expects: Sequence[int
     ``detail`` is what else must be equal (root, scale); ``sends[i]`` counts the elements for rank i,
     ``expects[i]`` those from it. Raises PeerMismatch, on every rank alike.
     """
-    comm, size = call.comm, call.comm.size
+    comm, size, members = call.comm, call.comm.size, call.comm.members
     (detail_bits,) = struct.unpack("<q", struct.pack("<d", detail))
     dtype = ops.format_dtype(call.dtype).code
-    rows = comm.gather_row([CALLS.index(call.name), dtype, detail_bits, *sends, *expects])
+    operation = call.digest << 8 | CODES[call.name]
+    rows = comm.gather_row([operation, dtype, detail_bits, *sends, *expects])
     call.sent_bytes += call.peers * 8 * len(rows[0])
-    for what, column in (("operation", 0), ("dtype", 1), ("root or reduce operation", 2)):
+    for what, column in (("operation, sizes or policy", 0), ("dtype", 1), ("root or reduce operation", 2)):
         for peer in range(1, size):
             if rows[peer][column] != rows[0][column]:
-                raise PeerMismatch(
-                    f"{call.name}: ranks 0 and {peer} call it with different {what}",
-                    rank=comm.rank,
-                    peer=peer,
-                )
+                message = f"ranks {members[0]} and {members[peer]} call it with different {what}"
+                raise PeerMismatch(f"{call.name}: {message}", rank=comm.group_rank, peer=members[peer])
     for source in range(size):
         for target in range(size):
             sent, expected = rows[source][3 + target], rows[target][3 + size + source]
             if sent != expected:
                 message = (
-                    f"{call.name}: rank {target} expects {expected} elements of rank {source}, got {sent}"
+                    f"{call.name}: rank {members[target]} expects {expected} elements "
+                    f"of rank {members[source]}, got {sent}"
                 )
-                raise PeerMismatch(message, rank=comm.rank, peer=source)
+                raise PeerMismatch(message, rank=comm.group_rank, peer=members[source])
     call.longest = max(max(row[3 : 3 + size]) for row in rows)
 
 
@@ -230,8 +239,8 @@ def _exchange(
         _wait(sizes_works)
         sizes = theirs.tolist()
         if FAILED in sizes and call.error is None:
-            peer = sizes.index(FAILED)
-            call.error = ZipcclError(f"{call.name}: rank {peer} failed", rank=comm.rank, peer=peer)
+            peer = comm.members[sizes.index(FAILED)]
+            call.error = ZipcclError(f"{call.name}: rank {peer} failed", rank=comm.group_rank, peer=peer)
         slots = [align(max(size, 0)) for size in sizes]
         buffer = comm.buffer(f"receive {piece % 2}", sum(slots))
         received = [slot[: max(size, 0)] for slot, size in zip(buffer.split(slots), sizes, strict=True)]

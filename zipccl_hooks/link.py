@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import ops
-from .choose import KINDS, MIB, PAIRWISE, CodecSpeed, Cost, Link
+from .choose import KINDS, MIB, PAIRWISE, PEERS, CodecSpeed, Cost, Link
 from .format import Mode
 
 # Bytes of everyone's tensors together in a gather or scatter, of the tensor otherwise: from where latency
@@ -52,7 +52,7 @@ def fit(samples: Sequence[tuple[float, float]]) -> Cost:
 
 def _parts(kind: str, world: int) -> int:
     """How many ranks' parts of a tensor the bytes of a call count."""
-    return {"all_gather": 1, "reduce_scatter": 1, PAIRWISE: world - 1}.get(kind, world)
+    return {"all_gather": 1, "reduce_scatter": 1, PAIRWISE: world - 1, PEERS: world - 1}.get(kind, world)
 
 
 def measure(
@@ -80,19 +80,18 @@ def measure(
     return Link(world, nodes, costs)
 
 
-def measure_group(group: dist.ProcessGroup, device: torch.device) -> Link:
-    """The Link of a group for tensors on ``device``, with PAIRWISE on a CPU. Collective."""
-    kinds = KINDS if device.type == "cuda" else (*KINDS, PAIRWISE)
-    run, agree = native_run(group, device), native_agree(group, device)
-    return measure(run, agree, group.size(), count_nodes(group, device), kinds)
+def measure_backend(backend: Any, device: torch.device, kinds: Sequence[str] = KINDS) -> Link:
+    """The Link of a backend object's ranks for tensors on ``device``. Collective."""
+    size = backend.size()
+    run, agree = backend_run(backend, backend.rank(), size, device), native_agree(backend, device)
+    return measure(run, agree, size, count_nodes(backend, device), kinds)
 
 
 # The native collectives, below the dispatcher, so that nothing that intercepts calls sees them
 
 
-def native_agree(group: dist.ProcessGroup, device: torch.device) -> Agree:
+def native_agree(backend: Any, device: torch.device) -> Agree:
     """The maximum of each number over the ranks, on all of them. What it returns is collective."""
-    backend: Any = group._get_backend(device)
     options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
 
@@ -104,31 +103,25 @@ def native_agree(group: dist.ProcessGroup, device: torch.device) -> Agree:
     return agree
 
 
-def count_nodes(group: dist.ProcessGroup, device: torch.device) -> int:
-    """How many hosts a group's ranks run on, by name. Collective."""
+def count_nodes(backend: Any, device: torch.device) -> int:
+    """How many hosts the ranks run on, by name. Collective."""
     mine = torch.tensor([zlib.crc32(socket.gethostname().encode())], dtype=torch.int64, device=device)
-    names = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    backend: Any = group._get_backend(device)
+    names = torch.zeros(backend.size(), dtype=torch.int64, device=device)
     backend._allgather_base(names, mine).wait()
     return len(set(names.tolist()))
 
 
-def native_run(group: dist.ProcessGroup, device: torch.device) -> Run:
-    """Runs and times one of a group's native collectives of fp32, or PAIRWISE's sends and receives."""
-    return backend_run(group._get_backend(device), group.rank(), group.size(), device)
-
-
 def backend_run(backend: Any, rank: int, size: int, device: torch.device) -> Run:
-    """The same for a backend object."""
+    """Runs and times one of a backend's collectives of fp32, or PAIRWISE's sends and receives."""
     peers = [peer for peer in range(size) if peer != rank]
     root = dist.BroadcastOptions()
     root.rootRank, root.rootTensor = 0, 0
     held: dict[str, Tensor] = {}
 
     def buffer(name: str, numel: int) -> Tensor:
-        # Written, and kept: touching fresh pages is no part of a transfer.
+        # Written, as data are, and kept: touching fresh pages is no part of a transfer.
         if name not in held or len(held[name]) < numel:
-            held[name] = torch.zeros(numel, device=device)
+            held[name] = torch.arange(numel, dtype=torch.float32, device=device)
         return held[name][:numel]
 
     def run(kind: str, num_bytes: int) -> float:
@@ -147,13 +140,25 @@ def backend_run(backend: Any, rank: int, size: int, device: torch.device) -> Run
             "broadcast": lambda: [backend.broadcast([whole], root)],
             PAIRWISE: lambda: [backend.send([sends[peer]], peer, 0) for peer in peers],
         }
-        return timed(lambda: [work.wait() for work in calls[kind]() + announced], device)
+        meet = meeting(backend, device)
+        return timed(lambda: [work.wait() for work in calls[kind]() + announced], device, meet)
 
     return run
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of ``call`` on the device, on a GPU by events on the current stream."""
+def meeting(backend: Any, device: torch.device) -> Callable[[], object]:
+    """What makes the current streams of all ranks meet: a collective of one element."""
+    one = torch.zeros(1, device=device)
+    return lambda: backend.allreduce([one]).wait()
+
+
+def timed(
+    call: Callable[[], object], device: torch.device, meet: Callable[[], object] = lambda: None
+) -> float:
+    """Seconds of ``call`` on the device, on a GPU by events on the current stream, behind ``meet``.
+
+    Without that, a rank whose host is 50 us ahead would wait inside the call for so long.
+    """
     if device.type != "cuda":
         start = time.perf_counter()
         call()
@@ -162,6 +167,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # The host gets ahead meanwhile, as in training: else its launches would be timed, not the device.
         torch.cuda._sleep(SLEEP_CYCLES)
+        meet()
         begin.record()
         call()
         end.record()

@@ -68,7 +68,9 @@ class Tree:
 
         self.inside = bare_backend(kind, store(f"node {self.node}"), self.local, num_local, comm.timeout)
         between = store(f"column {self.local}")
-        self.comm = Communicator(between, self.node, num_nodes, comm.timeout, comm.recorder)
+        members = [comm.members[rank] for rank in columns[self.local]]
+        self.comm = Communicator(between, self.node, members, comm.timeout, comm.recorder)
+        self.comm.connect()
         comm.closers.append(self.comm.close)
         self.channel: Channel | None = None
         if channel is not None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import premul, requests
+from . import coalesced, premul, requests
 from .dispatch import Request
 
 Group = dist.ProcessGroup
@@ -23,7 +23,7 @@ class Operator:
     """``torch.ops.c10d.<name>``.
 
     ``schema`` is what torch 2.11 to 2.14 have, less the namespace of its classes. ``requests(arguments,
-    group)`` returns one a tensor, none for a form that is not compressed. The first tensor in argument
+    group)`` returns one a dtype, none for a form that is not compressed. The first tensor in argument
     number ``probe`` tells dtype and device, on every rank; where ``sized``, also what is compared with
     ``min_bytes``, as the request called ``counted_as`` will.
     """
@@ -73,7 +73,9 @@ def _all_reduce(a: Arguments, group: Group) -> list[Request]:
 
 def _all_reduce_coalesced(a: Arguments, group: Group) -> list[Request]:
     op = premul.reduce_op(a[2])
-    return [requests.all_reduce(tensor, op) for tensor in a[0]]
+    if len(a[0]) == 1:
+        return [requests.all_reduce(a[0][0], op)]
+    return coalesced.requests_of_all_reduce(a[0], op)
 
 
 def _all_gather(a: Arguments, group: Group) -> list[Request]:
@@ -85,8 +87,9 @@ def _all_gather_single(a: Arguments, group: Group) -> list[Request]:
 
 
 def _all_gather_coalesced(a: Arguments, group: Group) -> list[Request]:
-    pairs = zip(a[0], a[1], strict=True)
-    return [requests.all_gather_into_tensor(output, input, group) for output, input in pairs]
+    if len(a[0]) == 1:
+        return [requests.all_gather_into_tensor(a[0][0], a[1][0], group)]
+    return coalesced.requests_of_all_gather(a[0], a[1], group)
 
 
 def _reduce_scatter(a: Arguments, group: Group) -> list[Request]:
@@ -99,8 +102,10 @@ def _reduce_scatter_single(a: Arguments, group: Group) -> list[Request]:
 
 
 def _reduce_scatter_coalesced(a: Arguments, group: Group) -> list[Request]:
-    op, pairs = premul.reduce_op(a[3]), zip(a[0], a[1], strict=True)
-    return [requests.reduce_scatter_tensor(output, input, op, group) for output, input in pairs]
+    op = premul.reduce_op(a[3])
+    if len(a[0]) == 1:
+        return [requests.reduce_scatter_tensor(a[0][0], a[1][0], op, group)]
+    return coalesced.requests_of_reduce_scatter(a[0], a[1], op, group)
 
 
 def _all_to_all(a: Arguments, group: Group) -> list[Request]:

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arguments import check_like, check_list, check_tensor, split_numels
-from .dispatch import Request, engine, equal_parts, exchange_all, exchange_sum, flatten
+from .dispatch import Request, engine, equal_parts, exchange_all, exchange_sum, flatten, sum_in_place
 from .eligible import scale_of
 from .exchange import Call
-from .format import TILE, align
 
 Group = dist.ProcessGroup
 
@@ -43,7 +42,7 @@ def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: G
     def body(call: Call, flat: list[Tensor]) -> None:
         n = input_tensor.numel()
         engine(call).agree(call, 0.0, [n] * size, [n] * size)
-        engine(call).all_gather(call, flatten(input_tensor), equal_parts(flat[0], size))
+        engine(call).all_gather(call, flatten(call, input_tensor), equal_parts(flat[0], size))
 
     return Request("all_gather_into_tensor", body, [input_tensor], [output_tensor], input_tensor.nbytes)
 
@@ -58,7 +57,7 @@ def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group | None) -
     def body(call: Call, flat: list[Tensor]) -> None:
         n = tensor.numel()
         engine(call).agree(call, 0.0, [n] * call.comm.size, [t.numel() for t in flat])
-        engine(call).all_gather(call, flatten(tensor), flat)
+        engine(call).all_gather(call, flatten(call, tensor), flat)
 
     return Request("all_gather", body, [tensor], tensor_list, num_bytes)
 
@@ -80,7 +79,7 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Group |
         n = output.numel()
         scale = scale_of(op, size, input.dtype) or 1.0
         engine(call).agree(call, scale, [n] * size, [n] * size)
-        exchange_sum(call, equal_parts(flatten(input), size), flat[0], scale)
+        exchange_sum(call, equal_parts(flatten(call, input), size), flat[0], scale)
 
     return Request("reduce_scatter_tensor", body, [input], [output], output.nbytes, op)
 
@@ -90,7 +89,7 @@ def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any, group: Gro
     check_list("input_list", input_list, output, group)
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        parts = [flatten(t) for t in input_list]
+        parts = [flatten(call, t) for t in input_list]
         scale = scale_of(op, call.comm.size, output.dtype) or 1.0
         engine(call).agree(call, scale, [p.numel() for p in parts], [output.numel()] * call.comm.size)
         exchange_sum(call, parts, flat[0], scale)
@@ -104,15 +103,12 @@ def all_reduce(tensor: Tensor, op: Any) -> Request:
     check_tensor("tensor", tensor)
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        comm, x = call.comm, flat[0]
+        size, x = call.comm.size, flat[0]
         if not tensor.is_contiguous():
-            x.copy_(flatten(tensor))
-        scale = scale_of(op, comm.size, tensor.dtype) or 1.0
-        engine(call).agree(call, scale, [len(x)] * comm.size, [len(x)] * comm.size)
-        shard = align(-(-len(x) // comm.size), TILE)  # whole tiles, so that only the last has a tail
-        shards = [x[rank * shard : (rank + 1) * shard] for rank in range(comm.size)]
-        exchange_sum(call, shards, shards[comm.rank], scale)
-        engine(call).all_gather(call, shards[comm.rank], shards)
+            x.copy_(flatten(call, tensor))
+        scale = scale_of(op, size, tensor.dtype) or 1.0
+        engine(call).agree(call, scale, [len(x)] * size, [len(x)] * size)
+        sum_in_place(call, x, scale)
 
     return Request("all_reduce", body, [tensor], [tensor], tensor.nbytes, op)
 
@@ -136,12 +132,15 @@ def all_to_all_single(
         sends = split_numels("input", input, input_split_sizes, group.size())
         expects = split_numels("output", output, output_split_sizes, group.size())
 
-    def body(call: Call, flat: list[Tensor]) -> None:
-        exchange_all(call, flatten(input).split(sends), flat[0].split(expects))
-
     # Without split sizes every rank's tensor is as large.
-    num_bytes = input.nbytes if output_split_sizes is None and input_split_sizes is None else None
-    return Request("all_to_all_single", body, [input], [output], num_bytes)
+    even = output_split_sizes is None and input_split_sizes is None
+
+    def body(call: Call, flat: list[Tensor]) -> None:
+        exchange_all(
+            call, flatten(call, input).split(sends), flat[0].split(expects), sends[0] if even else None
+        )
+
+    return Request("all_to_all_single", body, [input], [output], input.nbytes if even else None)
 
 
 def all_to_all(
@@ -154,7 +153,7 @@ def all_to_all(
     check_list("output_tensor_list", output_tensor_list, input_tensor_list[0], group)
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        exchange_all(call, [flatten(t) for t in input_tensor_list], flat)
+        exchange_all(call, [flatten(call, t) for t in input_tensor_list], flat)
 
     return Request("all_to_all", body, input_tensor_list, output_tensor_list, None)
 
@@ -168,7 +167,7 @@ def broadcast(tensor: Tensor, root: int) -> Request:
     def body(call: Call, flat: list[Tensor]) -> None:
         comm, x = call.comm, flat[0]
         if not tensor.is_contiguous():
-            x.copy_(flatten(tensor))
+            x.copy_(flatten(call, tensor))
         sends = [len(x)] * comm.size if comm.rank == root else [0] * comm.size
         expects = [len(x) if rank == root else 0 for rank in range(comm.size)]
         engine(call).agree(call, float(root), sends, expects)
@@ -182,8 +181,9 @@ def scatter(tensor: Tensor, scatter_list: list[Tensor] | None, root: int, group:
 
     def body(call: Call, flat: list[Tensor]) -> None:
         nothing = flat[0][:0]
-        parts = [flatten(t) for t in scatter_list or []] or [nothing] * call.comm.size
-        exchange_all(call, parts, [flat[0] if rank == root else nothing for rank in range(call.comm.size)])
+        parts = [flatten(call, t) for t in scatter_list or []] or [nothing] * call.comm.size
+        outs = [flat[0] if rank == root else nothing for rank in range(call.comm.size)]
+        exchange_all(call, parts, outs, tensor.numel())
 
     return Request("scatter", body, scatter_list or [], [tensor], tensor.nbytes)
 
@@ -192,9 +192,9 @@ def gather(tensor: Tensor, gather_list: list[Tensor] | None, root: int, group: G
     _check_root_list("gather_list", gather_list, tensor, root, group)
 
     def body(call: Call, flat: list[Tensor]) -> None:
-        x = flatten(tensor)
+        x = flatten(call, tensor)
         parts = [x if rank == root else x[:0] for rank in range(call.comm.size)]
-        exchange_all(call, parts, flat or [x[:0]] * call.comm.size)
+        exchange_all(call, parts, flat or [x[:0]] * call.comm.size, tensor.numel())
 
     return Request("gather", body, [tensor], gather_list or [], tensor.nbytes)
 

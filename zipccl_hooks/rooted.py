@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import requests
+from .arguments import rank_in_group
 from .communicator import Work
 from .config import Policy
 from .dispatch import run
@@ -14,23 +15,9 @@ from .eligible import resolve_group
 Group = dist.ProcessGroup
 
 
-def _root(name: str, rank: int | None, group_rank: int | None, group: Group | None) -> int:
-    """The root's rank in the group, from a global rank or one of the group."""
-    if group is None:
-        return 0
-    if (rank is None) == (group_rank is None):
-        raise ValueError(
-            f"{name}: expected either {name} or group_{name}, got {name}={rank}, group_{name}={group_rank}"
-        )
-    root = dist.get_group_rank(group, rank) if rank is not None else int(group_rank or 0)
-    if not 0 <= root < group.size():
-        raise ValueError(f"group_{name}: expected a rank below {group.size()}, got {root}")
-    return root
-
-
 def _root_or_first(name: str, rank: int | None, group_rank: int | None, group: Group | None) -> int:
     """Where torch.distributed takes global rank 0 if none is given."""
-    return _root(name, 0 if rank is None and group_rank is None else rank, group_rank, group)
+    return rank_in_group(name, 0 if rank is None and group_rank is None else rank, group_rank, group)
 
 
 def broadcast(
@@ -43,7 +30,7 @@ def broadcast(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.broadcast, in place; ``src`` is a global rank, ``group_src`` one of the group."""
-    request = requests.broadcast(tensor, _root("src", src, group_src, resolve_group(group)))
+    request = requests.broadcast(tensor, rank_in_group("src", src, group_src, resolve_group(group)))
     return run(
         request, lambda: dist.broadcast(tensor, src, group, async_op, group_src), group, async_op, policy
     )

@@ -1,14 +1,17 @@
 """The cost model on paper: 16 to 1024 GPUs on fabrics of 100 to 800 Gbit/s, with nodes of 8.
 
-    python -m zipccl_hooks.scale
+    python -m zipccl_hooks.scale [--plot FILE]
 
-prints the tables. What is assumed stands in ``fabric_link`` and ``scale_table``; nothing here was measured.
+prints the tables, and draws them into a file (.svg, .png, .pdf; needs the extra "plot"). What is assumed
+stands in ``fabric_link`` and ``scale_table``; nothing here was measured.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from itertools import product
+from typing import Any
 
 from .choose import (
     CROSS,
@@ -98,7 +101,63 @@ def scale_text(rows: Sequence[tuple[float, Prediction]]) -> str:
     return "\n".join(lines)
 
 
+SHOWN = ("all_gather", "reduce_scatter", "all_to_all")
+
+
+def shown_text() -> str:
+    """The tables of SHOWN."""
+    return "\n".join(f"{kind} of 1 GiB of bf16\n{scale_text(scale_table(kind))}" for kind in SHOWN)
+
+
+def figure() -> Any:
+    """The tables of SHOWN as a matplotlib Figure: a panel each, a line for each fabric."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(11, 4), layout="constrained")
+    for axes, kind in zip(drawn.subplots(1, len(SHOWN), sharey=True), SHOWN, strict=True):
+        rows = scale_table(kind)
+        fabrics = dict.fromkeys(gigabits for gigabits, _ in rows)
+        for gigabits, style in zip(fabrics, ("-", "--", "-.", ":"), strict=True):  # some lie on each other
+            line = [(p.link.world, p.gain, p.plan is not None) for fabric, p in rows if fabric == gigabits]
+            worlds, gains, compressed = zip(*line, strict=True)
+            (curve,) = axes.plot(worlds, gains, style, label=f"{gigabits:g} Gb/s")
+            for world, gain, filled in zip(worlds, gains, compressed, strict=True):
+                face = curve.get_color() if filled else "white"
+                axes.plot(world, gain, "o", color=curve.get_color(), markerfacecolor=face)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(worlds)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}x")
+        axes.set(title=f"{kind}, 1 GiB of bf16", xlabel="GPUs")
+        axes.grid(alpha=0.3)
+    drawn.axes[0].set_ylabel("speed over the plain collective")
+    drawn.axes[0].legend(title="NIC of each GPU")
+    drawn.suptitle(
+        "On paper. Filled: the switch compresses. Hollow: it leaves the call plain, whose speed is 1."
+    )
+    return drawn
+
+
+def save_plot(path: str) -> None:
+    """Draws ``figure`` into a file; an .svg names the tables in its description, and is the same each time.
+
+    Raises ImportError, naming the extra, without matplotlib.
+    """
+    try:
+        from matplotlib import rc_context
+    except ImportError:
+        raise ImportError("plot: needs matplotlib, pip install zipccl_hooks[plot]") from None
+    metadata = {"Description": shown_text(), "Date": None} if path.endswith(".svg") else None
+    with rc_context({"svg.hashsalt": "zipccl", "svg.fonttype": "none"}):
+        figure().savefig(path, dpi=150, metadata=metadata)
+
+
 if __name__ == "__main__":
-    for kind in ("all_gather", "reduce_scatter", "all_to_all"):
-        print(f"{kind} of 1 GiB of bf16")
-        print(scale_text(scale_table(kind)))
+    parser = argparse.ArgumentParser(description="What the cost model says of 16 to 1024 GPUs.")
+    parser.add_argument("--plot", metavar="FILE", help="draw the tables, too")
+    arguments = parser.parse_args()
+    print(shown_text())
+    if arguments.plot:
+        save_plot(arguments.plot)

@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,8 +27,11 @@ from . import cuda_exchange, link, nodes
 from .channel import LAG, Channel, channel
 from .choose import (
     CROSS,
+    KINDS,
     LOCAL,
     MARGIN,
+    MIB,
+    PEERS,
     Link,
     Pieces,
     Prediction,
@@ -37,6 +41,7 @@ from .choose import (
     predict,
 )
 from .codec import resolve_mode
+from .cuda import program
 from .eligible import resolve_group
 from .exchange import Call
 from .format import Mode
@@ -54,7 +59,12 @@ KIND = {
     "all_reduce": "all_reduce",
     "all_to_all": "all_to_all",
     "all_to_all_single": "all_to_all",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_reduce_coalesced": "all_reduce",
     "broadcast": "broadcast",
+    "send": "broadcast",
+    "recv": "broadcast",
     "gather": "all_to_all",  # of which it is one rank's share
     "scatter": "all_to_all",
 }
@@ -66,6 +76,7 @@ FP32_RATIOS = {Mode.FAST: Ratio(2.87, 1.62), Mode.DENSE: Ratio(2.99, 1.65)}
 # ms: all_reduce bf16 4.0 / 4.3, its plain form 4.9 / 3.75; reduce_scatter of fp32 1.3 / 1.7. Through host
 # memory and sockets what is chosen takes within 10% of what is predicted from 64 MiB on.
 FAST_LINK, FAST_MARGIN = 100e9, 0.25
+PEERS_SIZES = (64 * 1024, MIB, 8 * MIB, 16 * MIB)  # bytes to all others, to measure copies among peers
 FLOOR_CALLS, FLOOR_NUMEL = 20, 8192  # to measure what a small exchange takes
 
 
@@ -80,19 +91,20 @@ class _Kind:
 
 
 class Switch:
-    """Chooses for the calls of one channel. Making one is collective."""
+    """Chooses for the calls of one channel, of these ``kinds``. Making one is collective."""
 
-    def __init__(self, channel: Channel, group: dist.ProcessGroup) -> None:
+    def __init__(self, channel: Channel, kinds: Sequence[str]) -> None:
         device = channel.device
-        self.flat = link.measure_group(group, device)
-        agree = link.native_agree(group, device)
+        agree = link.native_agree(channel.backend, device)
+        self.backend = link.measure_backend(channel.backend, device, kinds)
+        self.flat = _with_peers(self.backend, channel, agree)
         self.link = _with_nodes(self.flat, channel, agree)
         self.speeds = link.agree_codec(link.measure_codec(device), agree)
         (self.least_seconds,) = agree([_least_seconds(channel)])
         self._kinds: dict[Any, _Kind] = {}
         logger.info(
-            "group %s: %s, %s, %.0f us an exchange",
-            group.group_name, self.link, self.speeds, 1e6 * self.least_seconds,
+            "ranks %s: %s, %s, %.0f us an exchange",
+            list(channel.comm.members), self.link, self.speeds, 1e6 * self.least_seconds,
         )  # fmt: skip
 
     def predict(
@@ -105,6 +117,7 @@ class Switch:
         found, ratio = next(iter(ratios.items()), (Mode.DENSE, hoped[Mode.DENSE]))
         parts, sums = ratio.parts / hoped[found].parts, ratio.sums / hoped[found].sums
         expected = {m: Ratio(h.parts * parts, h.sums * sums) for m, h in hoped.items()} | ratios
+        unknown = num_bytes is None and self.link.world > 2  # then no copies among peers
         if num_bytes is not None and name in ("gather", "scatter"):
             num_bytes *= self.link.world
         received = cuda_exchange.piece_bytes(self.link.world) * (self.link.world - 1)
@@ -114,7 +127,7 @@ class Switch:
         fast = self.link.costs[KIND[name]].bandwidth > FAST_LINK
         return predict(
             KIND[name], NOMINAL_BYTES if num_bytes is None else num_bytes, known.itemsize,
-            self.link if dtype in nodes.DTYPES else self.flat,
+            self.backend if unknown else self.link if dtype in nodes.DTYPES else self.flat,
             {m: self.speeds[m] for m in modes}, expected, pieces, FAST_MARGIN if fast else MARGIN,
         )  # fmt: skip
 
@@ -164,6 +177,34 @@ class Switch:
         return f"{explain_text(self.expected(*key))}\nRatios: {measured}."
 
 
+def _with_peers(flat: Link, channel: Channel, agree: link.Agree) -> Link:
+    """Adds what copies among peers take, where the channel has them. Collective.
+
+    Where they are no faster than the backend's all-gather (or broadcast, of a direction), it does without.
+    """
+    found = channel.peers
+    if found is None or not found.reserve(max(PEERS_SIZES) // (flat.world - 1)):
+        return flat
+    source = torch.arange(found.region // 4, dtype=torch.float32, device=channel.device).view(torch.uint8)
+    meet = link.meeting(channel.backend, channel.device)
+
+    def run(kind: str, num_bytes: int) -> float:
+        part = source[: num_bytes // (flat.world - 1)]
+        others = [peer for peer in range(flat.world) if peer != channel.comm.rank]
+        stream, steps = torch._C._cuda_getCurrentRawStream(channel.index), program.Program()
+        found.exchange(steps, 0, [(peer, part) for peer in others], others, stream)
+        found.release(steps, 0, stream)
+        return link.timed(steps.run, channel.device, meet)
+
+    cost = link.measure(run, agree, flat.world, 1, [PEERS], PEERS_SIZES).costs[PEERS]
+    largest, others = max(PEERS_SIZES), flat.world - 1
+    native = flat.costs.get("all_gather") or flat.costs["broadcast"]
+    if cost.seconds(largest) > native.seconds(largest / others):
+        channel.drop_peers()
+        return flat
+    return replace(flat, costs={**flat.costs, PEERS: cost})
+
+
 def _with_nodes(flat: Link, channel: Channel, agree: link.Agree) -> Link:
     """Adds what reductions by nodes take, where the group has them. Collective."""
     found = nodes.tree(channel.comm, channel)
@@ -199,22 +240,23 @@ def _least_seconds(channel: Channel) -> float:
 
     for _ in range(LAG + 2):
         call()
-    torch.cuda.synchronize(channel.device)
+    # Not the whole device, where kernels may wait for ranks that wait for this one.
+    channel.decoding.synchronize()
     start = time.perf_counter()
     for _ in range(FLOOR_CALLS):
         call()
-    torch.cuda.synchronize(channel.device)
+    channel.decoding.synchronize()
     return (time.perf_counter() - start) / FLOOR_CALLS
 
 
 _switches: weakref.WeakKeyDictionary[Channel, Switch] = weakref.WeakKeyDictionary()
 
 
-def switch(group: dist.ProcessGroup, channel: Channel) -> Switch:
-    """The switch of a channel; the first call for a group is collective."""
+def switch(channel: Channel, kinds: Sequence[str] = KINDS) -> Switch:
+    """The switch of a channel; the first call for one is collective."""
     found = _switches.get(channel)
     if found is None:
-        found = _switches[channel] = Switch(channel, group)
+        found = _switches[channel] = Switch(channel, kinds)
     return found
 
 
@@ -234,12 +276,15 @@ def explain(
     Raises:
         ValueError: another op, a group that this rank is not in or that has no NCCL, a dtype not coded.
     """
-    if op not in KIND:
-        raise ValueError(f"op: expected one of {tuple(KIND)}, got {op!r}")
+    known = tuple(
+        name for name in KIND if name not in ("send", "recv")
+    )  # of which each pair has its own link
+    if op not in known:
+        raise ValueError(f"op: expected one of {known}, got {op!r}")
     if not format_dtype(dtype).exponent_bits:
         raise ValueError(f"dtype: expected one that is compressed, got {dtype}")
     resolved = resolve_group(group)
     if resolved is None or torch.device("cuda") not in resolved._device_types:
         raise ValueError(f"group: expected one of this rank's with NCCL, got {group}")
     found = channel(resolved, torch.device("cuda", torch.cuda.current_device()))
-    return switch(resolved, found).explain(op, numel, dtype, mode)
+    return switch(found).explain(op, numel, dtype, mode)

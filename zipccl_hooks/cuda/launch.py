@@ -20,7 +20,7 @@ import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from . import ACCUMULATE_WIDE, MAX_SOURCES, SCALED, SCAN_HEAD, TARGET_WIDE, THRE
 
 MIN_CAPABILITY = (8, 0)  # redux.sync, and L1 hints on loads
 ARGUMENTS = {"encode": 10, "decode": 12, "decode_sum": 38, "stamp": 2, "rest": 10}  # of the kernels
+ENCODE_SOURCE, DECODE_TARGET, SUM_TARGET = 0, 8, 3 * MAX_SOURCES + 8  # places among them
 # Registers a thread may use. By itself the compiler takes more, and fewer blocks fit a multiprocessor. H200,
 # 1 GiB, GB/s without and with: bf16 dense decode 1318, 1461; fp16 fast encode 1544, 1739; fp32 holding
 # bf16 values, dense decode 1694, 2029 (with 40 instead of 64: 928).
@@ -92,7 +93,7 @@ def compiled_ptx(kind: str, dtype_name: str, mode: Mode, capability: tuple[int, 
     return text
 
 
-def _checked(result: tuple[Any, ...]) -> Any:
+def checked(result: tuple[Any, ...]) -> Any:
     """The value of a driver call; RuntimeError with the driver's name of what failed."""
     from cuda.bindings import driver
 
@@ -118,8 +119,8 @@ def _function(kind: str, dtype_name: str, mode: Mode, device: int) -> Any:
     (entry,) = re.findall(r"\.visible \.entry (\w+)\(", text)
     with torch.cuda.device(device):
         torch.zeros(1, device=device)  # the driver loads into the context that torch has made
-        module = _checked(driver.cuModuleLoadData(text.encode() + b"\0"))
-        return _checked(driver.cuModuleGetFunction(module, entry.encode()))
+        module = checked(driver.cuModuleLoadData(text.encode() + b"\0"))
+        return checked(driver.cuModuleGetFunction(module, entry.encode()))
 
 
 class _Arguments(threading.local):
@@ -137,12 +138,21 @@ class _Arguments(threading.local):
 _arguments = _Arguments()
 
 
-def _launch(function: Any, blocks: int, device: int, *arguments: int) -> None:
+class Launch(NamedTuple):
+    """A kernel and what it is given: addresses and numbers of 64 bits. Blocks are of THREADS."""
+
+    function: Any
+    blocks: int
+    arguments: tuple[int, ...]
+
+
+def _start(kernel: Launch, stream: int) -> None:
     from cuda.bindings import driver
 
-    _arguments.packers[len(arguments)](_arguments.values, 0, *arguments)
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    (status,) = driver.cuLaunchKernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, _arguments.address, 0)
+    _arguments.packers[len(kernel.arguments)](_arguments.values, 0, *kernel.arguments)
+    (status,) = driver.cuLaunchKernel(
+        kernel.function, kernel.blocks, 1, 1, THREADS, 1, 1, 0, stream, _arguments.address, 0
+    )
     if status != 0:
         raise RuntimeError(f"CUDA driver: {status.name}")
 
@@ -153,16 +163,16 @@ def _launch(function: Any, blocks: int, device: int, *arguments: int) -> None:
 _scratch: dict[tuple[int, int], Tensor] = {}
 
 
-def _scan_scratch(device: int, groups: int) -> Tensor:
+def scan_scratch(lay: Layout, device: int, stream: int) -> Tensor:
     """Zeroed scratch for the encoder's scan; one a stream, whose launches follow each other."""
-    num_words = SCAN_HEAD // 8 + groups
+    num_words = SCAN_HEAD // 8 + _groups(lay)
     if torch.cuda.is_current_stream_capturing():
         # Not kept: its memory and its zeroing belong to the graph.
         return torch.zeros(num_words, dtype=torch.int64, device=device)
-    key = (device, torch._C._cuda_getCurrentRawStream(device))
-    held = _scratch.get(key)
+    held = _scratch.get((device, stream))
     if held is None or held.numel() < num_words:
-        held = _scratch[key] = torch.zeros(max(num_words, 4096), dtype=torch.int64, device=device)
+        held = torch.zeros(max(num_words, 4096), dtype=torch.int64, device=device)
+        _scratch[device, stream] = held
     return held
 
 
@@ -172,7 +182,7 @@ def _resident_blocks(function: Any, device: int) -> int:
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
-        a_processor = _checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, THREADS, 0))
+        a_processor = checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, THREADS, 0))
     return a_processor * torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -182,11 +192,85 @@ def corrupt_flag(device: int) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-# The launchers
+# The kernels and their arguments, at addresses on 16 bytes
 
 
 def _groups(lay: Layout) -> int:
     return max(1, -(-lay.num_tiles // GROUP))
+
+
+def encoding(lay: Layout, device: int, source: int, payload: int, scratch: int) -> Launch:
+    """Encodes ``source`` into ``payload``. ENCODE_SOURCE tells which argument ``source`` is."""
+    function = _function("encode", lay.dtype.name, lay.mode, device)
+    return Launch(
+        function,
+        min(_groups(lay), _resident_blocks(function, device)),
+        (source, payload, lay.meta, lay.bases, lay.codes, lay.residual, lay.tail, lay.static_bytes, scratch,
+         lay.numel),
+    )  # fmt: skip
+
+
+def decoding(
+    lay: Layout, device: int, payload: int, num_bytes: int, target: int, flag: int, spill: int
+) -> Launch:
+    """Decodes ``payload``, of ``num_bytes``, into ``target``, argument DECODE_TARGET."""
+    return Launch(
+        _function("decode", lay.dtype.name, lay.mode, device),
+        _groups(lay),
+        (payload, num_bytes, lay.meta, lay.bases, lay.codes, lay.residual, lay.tail, lay.static_bytes, target,
+         lay.numel, flag, spill),
+    )  # fmt: skip
+
+
+def summing(
+    lay: Layout,
+    device: int,
+    terms: Sequence[tuple[int, int]],
+    spills: Sequence[int],
+    scale: float,
+    start: int,
+    target: int,
+    partial: int,
+    flag: int,
+    flag_step: int,
+) -> list[Launch]:
+    """Adds terms times ``scale`` to what is at ``start``, into ``target``: SUM_TARGET of the last launch.
+
+    ``terms`` are (address, bytes) of payloads, (address, 0) of tensors; ``start`` 0: nothing. More than
+    MAX_SOURCES take several launches, between which the sums stay in fp32 at ``partial``.
+    """
+    function = _function("decode_sum", lay.dtype.name, lay.mode, device)
+    (scale_bits,) = struct.unpack("<I", struct.pack("<f", scale))
+    launches, first, bits = [], start, 0
+    for k in range(0, len(terms), MAX_SOURCES):
+        some, last = terms[k : k + MAX_SOURCES], k + MAX_SOURCES >= len(terms)
+        spare = [0] * (MAX_SOURCES - len(some))
+        written = target if last else partial
+        arguments = (
+            *(address for address, _ in some), *spare, *(size for _, size in some), *spare,
+            *spills[k : k + MAX_SOURCES], *spare, len(some),
+            lay.meta, lay.bases, lay.codes, lay.residual, lay.tail, lay.static_bytes,
+            first, written, bits | (0 if last else TARGET_WIDE) | (SCALED if scale != 1.0 else 0),
+            scale_bits, lay.numel, flag + flag_step * k, flag_step,
+        )  # fmt: skip
+        launches.append(Launch(function, _groups(lay), arguments))
+        first, bits = written, ACCUMULATE_WIDE
+    return launches
+
+
+def stamping(device: int, table: int, entries: int) -> Launch:
+    """The kernel of cuda/stamp.py; its table is argument 0."""
+    return Launch(_function("stamp", "uint8", Mode.RAW, device), 1, (table, entries))
+
+
+def resting(device: int, *arguments: int) -> Launch:
+    """The kernel of cuda/rest.py, whose arguments but the corrupt flag these are, in its order."""
+    *first, stamped = arguments
+    function = _function("rest", "uint8", Mode.RAW, device)
+    return Launch(function, 1, (*first, corrupt_flag(device).data_ptr(), stamped))
+
+
+# The launchers
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -202,21 +286,15 @@ def encode(x: Tensor, lay: Layout, payload: Tensor) -> None:
         payload[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         payload[HEADER_BYTES : lay.static_bytes].copy_(x.detach().view(-1).view(torch.uint8))
         return
-    x = _aligned(x)
-    groups = _groups(lay)
-    function = _function("encode", lay.dtype.name, lay.mode, device)
-    _launch(
-        function, min(groups, _resident_blocks(function, device)), device,
-        x.data_ptr(), payload.data_ptr(), lay.meta, lay.bases, lay.codes, lay.residual, lay.tail,
-        lay.static_bytes, _scan_scratch(device, groups).data_ptr(), lay.numel,
-    )  # fmt: skip
+    x, stream = _aligned(x), torch._C._cuda_getCurrentRawStream(device)
+    scratch = scan_scratch(lay, device, stream)
+    _start(encoding(lay, device, x.data_ptr(), payload.data_ptr(), scratch.data_ptr()), stream)
 
 
-def decode(payload: Tensor, lay: Layout, out: Tensor, flag: Tensor | None = None, spill: int = 0) -> None:
+def decode(payload: Tensor, lay: Layout, out: Tensor, flag: Tensor | None = None) -> None:
     """Starts decoding a payload of a known layout into contiguous ``out``.
 
     ``flag``, int32[1] on the device, is set to 1 if the payload contradicts itself; see corrupt_flag.
-    ``spill`` is the address of where its dynamic part may have been moved to (cuda/rest.py).
     """
     device = out.get_device()
     if payload.numel() < lay.static_bytes:
@@ -228,12 +306,9 @@ def decode(payload: Tensor, lay: Layout, out: Tensor, flag: Tensor | None = None
         return
     payload = _aligned(payload)
     target = out if out.data_ptr() % 16 == 0 else torch.empty_like(out)
-    _launch(
-        _function("decode", lay.dtype.name, lay.mode, device), _groups(lay), device,
-        payload.data_ptr(), payload.numel(), lay.meta, lay.bases, lay.codes, lay.residual, lay.tail,
-        lay.static_bytes, target.data_ptr(), lay.numel,
-        (corrupt_flag(device) if flag is None else flag).data_ptr(), spill,
-    )  # fmt: skip
+    flag = corrupt_flag(device) if flag is None else flag
+    kernel = decoding(lay, device, payload.data_ptr(), payload.numel(), target.data_ptr(), flag.data_ptr(), 0)
+    _start(kernel, torch._C._cuda_getCurrentRawStream(device))
     if target is not out:
         out.detach().copy_(target)
 
@@ -245,17 +320,14 @@ def decode_sum(
     out: Tensor,
     accumulate: bool = False,
     flags: Tensor | None = None,
-    spills: Sequence[int] | None = None,
 ) -> None:
     """Starts ``out = sum(source * scale)``, as ops.decode_sum_out has it, of payloads of one layout.
 
     Sources are payloads (uint8) or contiguous tensors of out's dtype and numel. ``flags``, int32[number of
     sources] on the device, are set to 1 where a payload contradicts itself; None: all set corrupt_flag.
-    ``spills`` are addresses, one a source, as in decode.
     """
-    device, dtype = out.get_device(), lay.dtype
+    device = out.get_device()
     mode = Mode.FAST if lay.mode == Mode.RAW else lay.mode
-    known = cached_layout(lay.numel, dtype, mode)
     terms: list[tuple[Tensor, int]] = []  # with the sizes of payloads
     for source in sources:
         if source.dtype != torch.uint8:
@@ -272,44 +344,14 @@ def decode_sum(
     target = out
     if out.data_ptr() % 16:
         target = out.clone() if accumulate else torch.empty_like(out)
-    # More sources than a launch takes: the sums so far stay in fp32 in between.
-    partial = (
-        torch.empty(lay.numel, dtype=torch.float32, device=out.device) if len(terms) > MAX_SOURCES else None
-    )
-    function = _function("decode_sum", dtype.name, mode, device)
+    wide = torch.empty(lay.numel if len(terms) > MAX_SOURCES else 0, dtype=torch.float32, device=out.device)
     flag, step = (corrupt_flag(device), 0) if flags is None else (flags, flags.element_size())
-    (scale_bits,) = struct.unpack("<I", struct.pack("<f", scale))
-    first, bits = (target.data_ptr(), 0) if accumulate else (0, 0)
-    for start in range(0, len(terms), MAX_SOURCES):
-        some = terms[start : start + MAX_SOURCES]
-        spare = [0] * (MAX_SOURCES - len(some))
-        last = start + MAX_SOURCES >= len(terms)
-        written = target if last or partial is None else partial
-        _launch(
-            function, _groups(known), device,
-            *(term.data_ptr() for term, _ in some), *spare, *(size for _, size in some), *spare,
-            *(spills[start : start + MAX_SOURCES] if spills else [0] * len(some)), *spare, len(some),
-            known.meta, known.bases, known.codes, known.residual, known.tail, known.static_bytes,
-            first, written.data_ptr(), bits | (0 if last else TARGET_WIDE) | (SCALED if scale != 1.0 else 0),
-            scale_bits, lay.numel, flag.data_ptr() + step * start, step,
-        )  # fmt: skip
-        first, bits = written.data_ptr(), ACCUMULATE_WIDE
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    for kernel in summing(
+        cached_layout(lay.numel, lay.dtype, mode), device, [(t.data_ptr(), n) for t, n in terms],
+        [0] * len(terms), scale, target.data_ptr() if accumulate else 0, target.data_ptr(), wide.data_ptr(),
+        flag.data_ptr(), step,
+    ):  # fmt: skip
+        _start(kernel, stream)
     if target is not out:
         out.detach().copy_(target)
-
-
-# Between encoding and decoding; tables and words are channel.py's
-
-
-def stamp(device: int, table: int, entries: int) -> None:
-    """Starts the kernel of cuda/stamp.py."""
-    _launch(_function("stamp", "uint8", Mode.RAW, device), 1, device, table, entries)
-
-
-def rest(device: int, *arguments: int) -> None:
-    """Starts the kernel of cuda/rest.py, whose arguments but the corrupt flag these are, in its order."""
-    *first, stamped = arguments
-    _launch(
-        _function("rest", "uint8", Mode.RAW, device), 1, device,
-        *first, corrupt_flag(device).data_ptr(), stamped,
-    )  # fmt: skip
