@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV = .venv
 RUN = $(VENV)/bin/python
 
-.PHONY: demo demo-slow-link test test-gpu sanitize-gpu lint bench bench-slow-link clean
+.PHONY: demo demo-slow-link test test-gpu sanitize-gpu conformance lint bench bench-slow-link clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/train_ddp.py
@@ -15,6 +15,10 @@ demo-slow-link: $(VENV)/installed
 
 test: lint
 	$(RUN) -m pytest
+
+# PyTorch's own tests of torch.distributed, plain and compressed; half an hour, a summary line.
+conformance: $(VENV)/installed-dev
+	PYTHONPATH=. $(RUN) tests/conformance.py
 
 # With the PyTorch and Numba that the GPU machine has, not with .venv.
 test-gpu:

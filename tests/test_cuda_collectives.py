@@ -25,6 +25,7 @@ from zipccl_hooks import (
     channel,
     collectives,
     cuda_exchange,
+    dispatch,
     eligible,
     explain,
     link,
@@ -496,6 +497,7 @@ def switched(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:
         costs = {kind: Cost(1e-5, bandwidth) for kind in KINDS}
         chooser.link = chooser.flat = chooser.backend = Link(group.size(), 1, costs)
         chooser._kinds = {}
+        dispatch._settled.clear()
         reset_stats(group)
         for turn in range(LAG + 4):
             x = gpu(data(group.rank() + turn, numel, torch.bfloat16, hostile))

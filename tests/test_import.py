@@ -15,8 +15,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = (
     "errors", "config", "format", "theory", "reference", "_cpu_kernels", "cpu", "cuda", "ops", "codec",
     "counters", "choose", "scale", "link", "communicator", "peers", "rests", "channel", "exchange", "plan",
-    "nodes", "cuda_exchange", "cuda_work", "eligible", "switch", "arguments", "dispatch", "rooted", "p2p",
-    "coalesced", "collectives", "c10d", "compile", "ddp", "dtensor", "fsdp", "bench", "__init__", "__main__",
+    "nodes", "cuda_exchange", "cuda_work", "eligible", "switch", "arguments", "dispatch", "requests",
+    "rooted", "p2p", "coalesced", "collectives", "moe", "scopes", "handshake", "untraced", "premul",
+    "operators", "c10d", "activation", "backend", "compile", "ddp", "fsdp", "bench", "__init__", "__main__",
 )  # fmt: skip
 NUMBA = {"_cpu_kernels.py", "cuda/_jit.py"}
 MAX_LINES = 400

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import collectives
+import torch  # noqa: F401  first: at its end it may call zipccl_autoload.py, which imports what follows
+
+from . import backend, collectives
+from .activation import compressed, compressed_redistribute, disable, enable
 from .codec import decode, encode
 from .config import Policy
 from .counters import reset_stats, stats
@@ -24,13 +27,19 @@ __all__ = [
     "ZipState",
     "apply",
     "collectives",
+    "compressed",
+    "compressed_redistribute",
     "decode",
+    "disable",
+    "enable",
     "encode",
     "explain",
     "reset_stats",
     "stats",
     "zipccl_hook",
 ]
+
+backend.register()
 
 _FSDP = ("ZipAllGather", "ZipMixedPrecisionPolicy", "ZipReduceScatter", "apply")
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from .arguments import check_tensors
 from .communicator import Works
 from .config import Policy
-from .dispatch import engine, exchange_sum, flatten, run, sum_in_place, torch_collective
+from .dispatch import Request, engine, exchange_sum, flatten, run, sum_in_place, torch_collective
 from .eligible import resolve_group, scale_of
 from .exchange import Call
 
@@ -121,22 +121,52 @@ def _run(
 ) -> Works | None:
     """Issues a call for each dtype; in place, ``inputs`` are ``outputs``."""
     works = Works(list(outputs))
-    for kind in dict.fromkeys((t.dtype, t.device) for t in inputs):
-        pairs = [(x, out) for x, out in zip(inputs, outputs, strict=True) if (x.dtype, x.device) == kind]
-        xs, outs = map(list, zip(*pairs, strict=True))
-        num_bytes = sum(min(x.nbytes, out.nbytes) for x, out in pairs)
-        plain, body = partial(_plain, form, pairs, op, group), partial(_compressed, form, pairs, op)
-        works.add(run(form.name, plain, body, xs, outs, num_bytes, group, True, policy, op))
+    for request in _requests(form, inputs, outputs, op):
+        plain = partial(_plain, form, request, group)
+        works.add(run(request, plain, group, True, policy))
     if not async_op:
         works.wait()
     return works if async_op and _size(group) is not None else None
 
 
-def _plain(form: _Form, pairs: Sequence[tuple[Tensor, Tensor]], op: Any, group: Group | None) -> Works:
+def _requests(form: _Form, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: Any) -> list[Request]:
+    """One for each dtype."""
+    made = []
+    for kind in dict.fromkeys((t.dtype, t.device) for t in inputs):
+        pairs = [(x, out) for x, out in zip(inputs, outputs, strict=True) if (x.dtype, x.device) == kind]
+        xs, outs = map(list, zip(*pairs, strict=True))
+        num_bytes = sum(min(x.nbytes, out.nbytes) for x, out in pairs)
+        made.append(Request(form.name, partial(_compressed, form, pairs, op), xs, outs, num_bytes, op))
+    return made
+
+
+def requests_of_all_reduce(tensors: Sequence[Tensor], op: Any) -> list[Request]:
+    """As all_reduce_coalesced makes them; of the others likewise."""
+    check_tensors("tensors", tensors)
+    return _requests(_ALL_REDUCE, tensors, tensors, op)
+
+
+def requests_of_all_gather(
+    output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Group
+) -> list[Request]:
+    check_tensors("input_tensors", input_tensors)
+    check_tensors("output_tensors", output_tensors, input_tensors, group.size())
+    return _requests(_ALL_GATHER, input_tensors, output_tensors, None)
+
+
+def requests_of_reduce_scatter(
+    output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], op: Any, group: Group
+) -> list[Request]:
+    check_tensors("output_tensors", output_tensors)
+    check_tensors("input_tensors", input_tensors, output_tensors, group.size())
+    return _requests(_REDUCE_SCATTER, input_tensors, output_tensors, op)
+
+
+def _plain(form: _Form, request: Request, group: Group | None) -> Works:
     with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as manager:
-        for x, out in pairs:
-            form.plain(x, out, op, group)
-    works = Works([out for _, out in pairs])
+        for x, out in zip(request.inputs, request.outputs, strict=True):
+            form.plain(x, out, request.op, group)
+    works = Works(list(request.outputs))
     for work in manager.works:
         works.add(work)
     return works

@@ -31,24 +31,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import check_like, check_list, check_tensor, split_numels
+from . import requests
 from .coalesced import all_gather_into_tensor_coalesced as all_gather_into_tensor_coalesced
 from .coalesced import all_reduce_coalesced as all_reduce_coalesced
 from .coalesced import reduce_scatter_tensor_coalesced as reduce_scatter_tensor_coalesced
 from .communicator import Work
 from .config import Policy, default_policy
-from .dispatch import (
-    engine,
-    equal_parts,
-    exchange_all,
-    exchange_sum,
-    flatten,
-    run,
-    sum_in_place,
-    torch_collective,
-)
-from .eligible import decline_reason, resolve_group, scale_of
-from .exchange import Call
+from .dispatch import run, torch_collective
+from .eligible import decline_reason, resolve_group
 from .p2p import batch_isend_irecv as batch_isend_irecv
 from .p2p import irecv as irecv
 from .p2p import isend as isend
@@ -59,11 +49,6 @@ from .rooted import gather as gather
 from .rooted import scatter as scatter
 
 Group = dist.ProcessGroup
-
-
-def _size(group: Group | None) -> int:
-    resolved = resolve_group(group)
-    return 1 if resolved is None else resolved.size()
 
 
 # Gathers
@@ -78,30 +63,14 @@ def all_gather_into_tensor(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.all_gather_into_tensor: every rank's input, in rank order, in everyone's output."""
-    check_tensor("output_tensor", output_tensor)
-    check_tensor("input_tensor", input_tensor)
-    check_like("output_tensor", output_tensor, input_tensor)
-    size = _size(group)
-    if output_tensor.numel() != size * input_tensor.numel() and resolve_group(group) is not None:
-        raise ValueError(
-            f"output_tensor: expected {size} times the input's {input_tensor.numel()} elements, "
-            f"got {output_tensor.numel()}"
-        )
 
     def native() -> Any:
         return torch_collective("all_gather_single", "all_gather_into_tensor")(
             output_tensor, input_tensor, group, async_op
         )
 
-    def body(call: Call, flat: list[Tensor]) -> None:
-        n = input_tensor.numel()
-        engine(call).agree(call, 0.0, [n] * size, [n] * size)
-        engine(call).all_gather(call, flatten(call, input_tensor), equal_parts(flat[0], size))
-
-    return run(
-        "all_gather_into_tensor", native, body, [input_tensor], [output_tensor], input_tensor.nbytes,
-        group, async_op, policy,
-    )  # fmt: skip
+    request = requests.all_gather_into_tensor(output_tensor, input_tensor, resolve_group(group))
+    return run(request, native, group, async_op, policy)
 
 
 def all_gather(
@@ -113,21 +82,10 @@ def all_gather(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.all_gather: ``tensor_list[i]`` receives rank i's ``tensor``; sizes may differ."""
-    check_tensor("tensor", tensor)
-    check_list("tensor_list", tensor_list, tensor, resolve_group(group))
-    # Every rank's list shows all sizes. The plain gloo collective has no uneven form.
-    even = len({t.numel() for t in tensor_list}) == 1
-    num_bytes = max((t.nbytes for t in tensor_list), default=0) if even else None
-
-    def body(call: Call, flat: list[Tensor]) -> None:
-        n = tensor.numel()
-        engine(call).agree(call, 0.0, [n] * call.comm.size, [t.numel() for t in flat])
-        engine(call).all_gather(call, flatten(call, tensor), flat)
-
     return run(
-        "all_gather",
+        requests.all_gather(tensor_list, tensor, resolve_group(group)),
         lambda: dist.all_gather(list(tensor_list), tensor, group, async_op),
-        body, [tensor], tensor_list, num_bytes, group, async_op, policy,
+        group, async_op, policy,
     )  # fmt: skip
 
 
@@ -144,29 +102,14 @@ def reduce_scatter_tensor(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.reduce_scatter_tensor: ``output`` is the sum of everyone's part of this rank."""
-    check_tensor("output", output)
-    check_tensor("input", input)
-    check_like("output", output, input)
-    size = _size(group)
-    if input.numel() != size * output.numel() and resolve_group(group) is not None:
-        raise ValueError(
-            f"input: expected {size} times the output's {output.numel()} elements, got {input.numel()}"
-        )
 
     def native() -> Any:
         return torch_collective("reduce_scatter_single", "reduce_scatter_tensor")(
             output, input, op, group, async_op
         )
 
-    def body(call: Call, flat: list[Tensor]) -> None:
-        n = output.numel()
-        scale = scale_of(op, size, input.dtype) or 1.0
-        engine(call).agree(call, scale, [n] * size, [n] * size)
-        exchange_sum(call, equal_parts(flatten(call, input), size), flat[0], scale)
-
-    return run(
-        "reduce_scatter_tensor", native, body, [input], [output], output.nbytes, group, async_op, policy, op
-    )  # fmt: skip
+    request = requests.reduce_scatter_tensor(output, input, op, resolve_group(group))
+    return run(request, native, group, async_op, policy)
 
 
 def reduce_scatter(
@@ -179,20 +122,10 @@ def reduce_scatter(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.reduce_scatter: ``output`` is the sum of everyone's ``input_list[own rank]``."""
-    check_tensor("output", output)
-    check_list("input_list", input_list, output, resolve_group(group))
-
-    def body(call: Call, flat: list[Tensor]) -> None:
-        parts = [flatten(call, t) for t in input_list]
-        scale = scale_of(op, call.comm.size, output.dtype) or 1.0
-        engine(call).agree(call, scale, [p.numel() for p in parts], [output.numel()] * call.comm.size)
-        exchange_sum(call, parts, flat[0], scale)
-
     return run(
-        "reduce_scatter",
+        requests.reduce_scatter(output, input_list, op, resolve_group(group)),
         lambda: dist.reduce_scatter(output, list(input_list), op, group, async_op),
-        body, input_list, [output], max((t.nbytes for t in input_list), default=0),
-        group, async_op, policy, op,
+        group, async_op, policy,
     )  # fmt: skip
 
 
@@ -205,20 +138,10 @@ def all_reduce(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.all_reduce, in place: a compressed reduce-scatter, then a compressed all-gather."""
-    check_tensor("tensor", tensor)
-
-    def body(call: Call, flat: list[Tensor]) -> None:
-        size, x = call.comm.size, flat[0]
-        if not tensor.is_contiguous():
-            x.copy_(flatten(call, tensor))
-        scale = scale_of(op, size, tensor.dtype) or 1.0
-        engine(call).agree(call, scale, [len(x)] * size, [len(x)] * size)
-        sum_in_place(call, x, scale)
-
     return run(
-        "all_reduce",
+        requests.all_reduce(tensor, op),
         lambda: dist.all_reduce(tensor, op, group, async_op),
-        body, [tensor], [tensor], tensor.nbytes, group, async_op, policy, op,
+        group, async_op, policy,
     )  # fmt: skip
 
 
@@ -256,14 +179,6 @@ def all_to_all_single(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.all_to_all_single; split sizes count rows (elements of dimension 0), per rank."""
-    check_tensor("output", output)
-    check_tensor("input", input)
-    check_like("output", output, input)
-    sends: list[int] = []
-    expects: list[int] = []
-    if (resolved := resolve_group(group)) is not None:
-        sends = split_numels("input", input, input_split_sizes, resolved.size())
-        expects = split_numels("output", output, output_split_sizes, resolved.size())
 
     def native() -> Any:
         return dist.all_to_all_single(
@@ -275,16 +190,10 @@ def all_to_all_single(
             async_op,
         )
 
-    # Without split sizes every rank's tensor is as large.
-    even = output_split_sizes is None and input_split_sizes is None
-    num_bytes = input.nbytes if even else None
-
-    def body(call: Call, flat: list[Tensor]) -> None:
-        exchange_all(
-            call, flatten(call, input).split(sends), flat[0].split(expects), sends[0] if even else None
-        )
-
-    return run("all_to_all_single", native, body, [input], [output], num_bytes, group, async_op, policy)
+    request = requests.all_to_all_single(
+        output, input, output_split_sizes, input_split_sizes, resolve_group(group)
+    )
+    return run(request, native, group, async_op, policy)
 
 
 def all_to_all(
@@ -296,17 +205,8 @@ def all_to_all(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.all_to_all: ``input_tensor_list[i]`` goes to rank i, and so on back."""
-    if not input_tensor_list:
-        raise ValueError("input_tensor_list: expected one tensor per rank, got none")
-    check_tensor("input_tensor_list[0]", input_tensor_list[0])
-    check_list("input_tensor_list", input_tensor_list, input_tensor_list[0], resolve_group(group))
-    check_list("output_tensor_list", output_tensor_list, input_tensor_list[0], resolve_group(group))
-
-    def body(call: Call, flat: list[Tensor]) -> None:
-        exchange_all(call, [flatten(call, t) for t in input_tensor_list], flat)
-
     return run(
-        "all_to_all",
+        requests.all_to_all(output_tensor_list, input_tensor_list, resolve_group(group)),
         lambda: dist.all_to_all(list(output_tensor_list), list(input_tensor_list), group, async_op),
-        body, input_tensor_list, output_tensor_list, None, group, async_op, policy,
+        group, async_op, policy,
     )  # fmt: skip

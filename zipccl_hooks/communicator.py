@@ -125,6 +125,10 @@ def group_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     return getattr(native, "wrapped_pg", native)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
 
 
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    return group_backend(group, group._device_types[0]).options._timeout
+
+
 def bare_backend(kind: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """A backend object by itself, below the dispatcher, so that nothing intercepts our messages.
 
@@ -225,7 +229,7 @@ def _run(calls: queue.SimpleQueue[tuple[Callable[[], None], Work] | None]) -> No
         call, work = item
         error: BaseException | None = None
         try:
-            with torch.no_grad():
+            with torch.inference_mode():  # in which all tensors may be written to, also inference tensors
                 call()
         except BaseException as raised:
             error = raised  # for whoever waits
@@ -236,8 +240,7 @@ def _run(calls: queue.SimpleQueue[tuple[Callable[[], None], Work] | None]) -> No
 def make_communicator(group: dist.ProcessGroup, name: str, members: Sequence[int]) -> Communicator:
     """A communicator of ``members``, ranks of a group and this one among them; not connected yet."""
     store = dist.PrefixStore(name, dist.distributed_c10d._get_process_group_store(group))
-    timeout = group_backend(group, group._device_types[0]).options._timeout
-    return Communicator(store, members.index(group.rank()), members, timeout, recorder(group))
+    return Communicator(store, members.index(group.rank()), members, group_timeout(group), recorder(group))
 
 
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()

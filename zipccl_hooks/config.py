@@ -82,6 +82,11 @@ def default_policy() -> Policy:
     return Policy()
 
 
+def auto_enable() -> bool:
+    """Whether ``import torch`` enables compression, as ZIPCCL_AUTO_ENABLE says: see zipccl_autoload.py."""
+    return _switch(os.environ.get("ZIPCCL_AUTO_ENABLE", "0"))
+
+
 def node_name() -> str:
     """What ranks of one node have in common: the host's name, or the variable ZIPCCL_NODE."""
     return os.environ.get("ZIPCCL_NODE") or socket.gethostname()

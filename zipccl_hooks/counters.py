@@ -99,7 +99,8 @@ class Recorder:
             call.native_calls[reason] += 1
             call.native_bytes += num_bytes
             first = (name, reason) not in self._logged
-            self._logged.add((name, reason))
+            if first:
+                self._logged.add((name, reason))
         if first:
             logger.info(
                 "%s in group %s goes native: %s (%d bytes)", name, self._stats.group, reason, num_bytes

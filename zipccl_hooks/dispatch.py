@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import cuda_exchange, exchange, nodes
-from .channel import Channel, channel
+from .channel import channel
 from .codec import resolve_mode
 from .communicator import Communicator, Work, communicator
 from .config import Policy, default_policy
-from .counters import recorder
-from .cuda_work import enqueue
+from .counters import Recorder, recorder
+from .cuda_work import CudaWork, enqueue
 from .eligible import decline_reason, resolve_group
 from .exchange import Call
-from .format import TILE, Mode, align
-from .switch import Switch, switch
+from .format import TILE, align
+from .switch import Kind, switch
+
+FASTER_SO = "faster so"  # the reason of what the switch leaves plain
 
 
 def torch_collective(newer: str, older: str) -> Callable[..., Any]:
@@ -35,24 +39,23 @@ def uses_streams(x: Tensor) -> bool:
 
 @dataclass
 class Request:
-    """A call to be compressed; ``body(call, flat)`` fills ``flat``, the outputs, flat and contiguous."""
+    """One call: what goes in and out, and how it is carried out compressed.
+
+    ``body(call, flat)`` fills ``flat``, the outputs, flat and contiguous. ``num_bytes`` is compared with the
+    policy's ``min_bytes``, None where ranks do not know it alike; ``op`` is the operation of a reduction.
+    """
 
     name: str
     body: Callable[[Call, list[Tensor]], None]
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     num_bytes: int | None
-    policy: Policy
+    op: Any = None
 
     @property
     def tensor(self) -> Tensor:
         """One of its tensors, which are alike."""
-        return (*self.inputs, *self.outputs)[0]
-
-    @property
-    def mode(self) -> Mode:
-        """The policy's, for this dtype."""
-        return resolve_mode(self.policy.mode, self.tensor.dtype)
+        return (self.inputs or self.outputs)[0]
 
     def flat_outputs(self) -> tuple[list[Tensor], Callable[[], None]]:
         """The outputs for ``body``, and what brings those that are not contiguous back to their place."""
@@ -68,41 +71,65 @@ class Request:
         return flat, put_back
 
 
+class _Decided(threading.local):
+    """Whether this thread is in a plain collective that ``run`` decided on: c10d.py lets it pass."""
+
+    native = False
+
+
+decided = _Decided()
+
+
 def run(
-    name: str,
+    request: Request,
     native: Callable[[], Any],
-    body: Callable[[Call, list[Tensor]], None],
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    num_bytes: int | None,
     group: dist.ProcessGroup | None,
     async_op: bool,
     policy: Policy | None,
-    op: Any = None,
 ) -> Work | dist.Work | None:
     """Sends one call of a collective down its path."""
     resolved = resolve_group(group)
-    if resolved is None:
+    start = None if resolved is None else prepare(request, resolved, policy or default_policy())
+    if start is not None:
+        return start(async_op)
+    before, decided.native = decided.native, True
+    try:
         return native()
-    request = Request(name, body, inputs, outputs, num_bytes, policy or default_policy())
-    reason = decline_reason(request.tensor, num_bytes, resolved, request.policy, op)
+    finally:
+        decided.native = before
+
+
+def prepare(
+    request: Request, group: dist.ProcessGroup, policy: Policy
+) -> Callable[[bool], Work | CudaWork | None] | None:
+    """What carries a call out compressed, given ``async_op``; None, and counted, if it goes native.
+
+    What is returned must be called: every rank does, and the switch counts on it.
+    """
+    if uses_streams(request.tensor) and _stays_plain(request, group, policy):
+        return None
+    reason = decline_reason(request.tensor, request.num_bytes, group, policy, request.op)
     if reason is not None:
-        recorder(resolved).native(name, reason, sum(t.nbytes for t in inputs))
-        return native()
+        recorder(group).native(request.name, reason, sum(t.nbytes for t in request.inputs))
+        return None
     if uses_streams(request.tensor):
-        found = channel(resolved, request.tensor.device)
-        chooser = switch(found) if request.policy.adaptive else None
-        return on_streams(request, found, chooser, native, async_op)
-    work = on_thread(request, communicator(resolved))
-    if async_op:
-        return work
-    work.wait()
-    return None
+        return _prepare_on_streams(request, group, policy)
+    comm = communicator(group)
+
+    def start(async_op: bool) -> Work | None:
+        work = on_thread(request, comm, policy)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    return start
 
 
-def on_thread(request: Request, comm: Communicator) -> Work:
+def on_thread(request: Request, comm: Communicator, policy: Policy) -> Work:
     """Has the communicator's thread carry out a request."""
-    call = Call(comm, request.name, request.tensor.dtype, request.mode)
+    dtype = request.tensor.dtype
+    call = Call(comm, request.name, dtype, resolve_mode(policy.mode, dtype))
     flat, put_back = request.flat_outputs()
 
     def carry_out() -> None:
@@ -113,27 +140,62 @@ def on_thread(request: Request, comm: Communicator) -> Work:
     return comm.submit(carry_out, list(request.outputs))
 
 
-def on_streams(
-    request: Request, channel: Channel, chooser: Switch | None, native: Callable[[], Any], async_op: bool
-) -> Any:
-    """Enqueues a request, compressed, or plain where ``chooser`` expects that to be faster."""
-    dtype, policy, mode = request.tensor.dtype, request.policy, request.mode
+def _prepare_on_streams(
+    request: Request, group: dist.ProcessGroup, policy: Policy
+) -> Callable[[bool], CudaWork | None] | None:
+    """``prepare`` of a call on CUDA tensors, where a switch may expect plain to be faster."""
+    dtype = request.tensor.dtype
+    found, mode = channel(group, request.tensor.device), resolve_mode(policy.mode, dtype)
+    chooser = switch(found) if policy.adaptive else None
     if chooser is not None:
         chosen = chooser.choose(request.name, request.num_bytes, dtype, policy.mode)
         if chosen is None:
-            num_bytes = sum(t.nbytes for t in request.inputs)
-            channel.comm.recorder.native(request.name, "faster so", num_bytes)
-            return native()
+            kind = chooser.kind(request.name, request.num_bytes, dtype, policy.mode)
+            settled = _Settled(policy, kind, found.comm.recorder)
+            _settled.setdefault(group, {})[request.name, request.num_bytes, dtype] = settled
+            settled.count(request)
+            return None
         mode = chosen
-    call = Call(channel.comm, request.name, dtype, mode, channel=channel)
-    flat, put_back = request.flat_outputs()
-    call.tensors += (*request.inputs, *request.outputs, *flat)
-    outputs = list(request.outputs)
-    work = enqueue(channel, lambda: request.body(call, flat), put_back, call.tensors, outputs, async_op)
-    call.finish()
-    if chooser is not None:
-        chooser.learn(call, request.num_bytes, policy.mode)
-    return work
+    call = Call(found.comm, request.name, dtype, mode, channel=found)
+
+    def start(async_op: bool) -> CudaWork | None:
+        flat, put_back = request.flat_outputs()
+        call.tensors += (*request.inputs, *request.outputs, *flat)
+        outputs = list(request.outputs)
+        work = enqueue(found, lambda: request.body(call, flat), put_back, call.tensors, outputs, async_op)
+        call.finish()
+        if chooser is not None:
+            chooser.learn(call, request.num_bytes, policy.mode)
+        return work
+
+    return start
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """That calls of a kind go plain until the switch looks at it again: found out in a microsecond or two."""
+
+    policy: Policy
+    kind: Kind
+    recorder: Recorder
+
+    def count(self, request: Request) -> None:
+        self.recorder.native(request.name, FASTER_SO, sum(t.nbytes for t in request.inputs))
+
+
+_settled: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Settled]] = weakref.WeakKeyDictionary()
+
+
+def _stays_plain(request: Request, group: dist.ProcessGroup, policy: Policy) -> bool:
+    """Whether a call is of a settled kind; then it is counted, whatever else may speak against it."""
+    kinds = _settled.get(group)
+    if kinds is None:
+        return False
+    settled = kinds.get((request.name, request.num_bytes, request.tensor.dtype))
+    if settled is None or settled.policy is not policy or not settled.kind.take_plain():
+        return False
+    settled.count(request)
+    return True
 
 
 def engine(call: Call) -> Any:

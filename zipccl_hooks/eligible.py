@@ -15,7 +15,10 @@ from .format import DTYPES
 from .ops import SUM_DTYPES
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # those whose groups compress, by device
-_MOVABLE_DTYPES = frozenset(getattr(torch, d.name) for d in DTYPES.values() if d.exponent_bits)
+BACKEND_NAME = "zipccl"  # of groups over the same backends that compress without being asked: backend.py
+BELOW_MIN_BYTES = "below min_bytes"
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+MOVABLE_DTYPES = frozenset(getattr(torch, d.name) for d in DTYPES.values() if d.exponent_bits)
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -53,12 +56,33 @@ def _backend_reason(group: dist.ProcessGroup, device: str) -> str | None:
     known = _backend_reasons.setdefault(group, {})
     if device not in known:
         # Not get_backend, which knows one name only: a group may have gloo for CPUs and NCCL for GPUs.
-        backends = dist.distributed_c10d._world.pg_backend_config[group]
-        if f"{device}:{BACKENDS[device]}" not in backends:
+        # Nor is every group torch.distributed's own.
+        backends = dist.distributed_c10d._world.pg_backend_config.get(group, "unknown")
+        if not {f"{device}:{BACKENDS[device]}", f"{device}:{BACKEND_NAME}"} & set(backends.split(",")):
             known[device] = f"backend {backends}"
         else:
             known[device] = launch.missing() if device == "cuda" else None
     return known[device]
+
+
+def unfit_reason(tensor: Tensor, group: dist.ProcessGroup) -> str | None:
+    """Why no call of the group on such a tensor is compressed, whatever the policy; None if one may be."""
+    if group.size() == 1:
+        return "one rank"
+    if type(tensor) not in PLAIN_TYPES:
+        return f"tensor subclass {type(tensor).__name__}"
+    device = tensor.device.type
+    if device not in BACKENDS:
+        return f"device {device}"
+    if (why := _backend_reason(group, device)) is not None:
+        return why
+    if device == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "CUDA graph capture"  # its replays could not change the room they exchange
+    if group in dist.distributed_c10d._world.pg_coalesce_state:
+        return "coalescing"
+    if tensor.dtype not in MOVABLE_DTYPES:
+        return f"dtype {tensor.dtype}"
+    return None
 
 
 def decline_reason(
@@ -72,22 +96,9 @@ def decline_reason(
     if not policy.enabled:
         return "disabled by policy"
     if num_bytes is not None and num_bytes < policy.min_bytes:
-        return "below min_bytes"  # first: small calls must not notice
-    if group.size() == 1:
-        return "one rank"
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
-        return f"tensor subclass {type(tensor).__name__}"
-    device = tensor.device.type
-    if device not in BACKENDS:
-        return f"device {device}"
-    if (why := _backend_reason(group, device)) is not None:
+        return BELOW_MIN_BYTES  # first: small calls must not notice
+    if (why := unfit_reason(tensor, group)) is not None:
         return why
-    if device == "cuda" and torch.cuda.is_current_stream_capturing():
-        return "CUDA graph capture"  # its replays could not change the room they exchange
-    if group in dist.distributed_c10d._world.pg_coalesce_state:
-        return "coalescing"
-    if tensor.dtype not in _MOVABLE_DTYPES:
-        return f"dtype {tensor.dtype}"
     if op is not None:
         if policy.reduce == "native":
             return "reduce=native"

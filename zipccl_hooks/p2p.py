@@ -60,8 +60,8 @@ class Direction:
                 exchange.agree(call, 0.0, [n, n] if self._sends else [0, 0], [n, 0])
                 exchange.broadcast(call, flatten(call, tensor) if self._sends else flat[0], 0)
 
-        request = Request(name, body, [tensor], [] if self._sends else [tensor], tensor.nbytes, policy)
-        return on_thread(request, self.comm)
+        request = Request(name, body, [tensor], [] if self._sends else [tensor], tensor.nbytes)
+        return on_thread(request, self.comm, policy)
 
     @contextmanager
     def _explained(self, name: str) -> Iterator[None]:

@@ -77,13 +77,20 @@ FLOOR_CALLS, FLOOR_NUMEL = 20, 8192  # to measure what a small exchange takes
 
 
 @dataclass
-class _Kind:
+class Kind:
     """What is known of one kind of call."""
 
     mode: Mode | None = None
     calls: int = 0  # until it is looked at again
     ratios: dict[Mode, Ratio] = field(default_factory=dict)
     retrying: bool = False
+
+    def take_plain(self) -> bool:
+        """Counts a call, if it is settled that it goes plain."""
+        if self.mode is not None or self.calls == 0:
+            return False
+        self.calls -= 1
+        return True
 
 
 class Switch:
@@ -97,7 +104,7 @@ class Switch:
         self.link = _with_nodes(self.flat, channel, agree)
         self.speeds = link.agree_codec(link.measure_codec(device), agree)
         (self.least_seconds,) = agree([_least_seconds(channel)])
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, Kind] = {}
         logger.info(
             "ranks %s: %s, %s, %.0f us an exchange",
             list(channel.comm.members), self.link, self.speeds, 1e6 * self.least_seconds,
@@ -129,16 +136,21 @@ class Switch:
 
     def choose(self, name: str, num_bytes: int | None, dtype: torch.dtype, mode: str) -> Mode | None:
         """The mode of a call; None for the plain collective."""
-        key = (name, num_bytes, dtype, mode)
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = _Kind()
+        kind = self.kind(name, num_bytes, dtype, mode)
         if kind.calls == 0:
-            self._review(kind, key)
+            self._review(kind, (name, num_bytes, dtype, mode))
         kind.calls -= 1
         return kind.mode
 
-    def _review(self, kind: _Kind, key: tuple[str, int | None, torch.dtype, str]) -> None:
+    def kind(self, name: str, num_bytes: int | None, dtype: torch.dtype, mode: str) -> Kind:
+        """What is known of a kind of call."""
+        key = (name, num_bytes, dtype, mode)
+        found = self._kinds.get(key)
+        if found is None:
+            found = self._kinds[key] = Kind()
+        return found
+
+    def _review(self, kind: Kind, key: tuple[str, int | None, torch.dtype, str]) -> None:
         before = kind.mode
         plan = self.predict(*key, kind.ratios).plan
         kind.mode, kind.calls = (plan.mode if plan else None), REVIEW
@@ -161,7 +173,7 @@ class Switch:
         kind.ratios[call.mode] = Ratio(call.ratios[0], call.ratios[-1])
 
     def _ratios(self, *key: Any) -> dict[Mode, Ratio]:
-        return self._kinds.get(key, _Kind()).ratios
+        return self._kinds.get(key, Kind()).ratios
 
     def expected(self, name: str, num_bytes: int | None, dtype: torch.dtype, mode: str) -> Prediction:
         """What a call would take by each path, with the ratios that calls of its kind showed."""
