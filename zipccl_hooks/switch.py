@@ -153,12 +153,13 @@ class Switch:
     def _review(self, kind: Kind, key: tuple[str, int | None, torch.dtype, str]) -> None:
         before = kind.mode
         plan = self.predict(*key, kind.ratios).plan
-        kind.mode, kind.calls = (plan.mode if plan else None), REVIEW
+        # Of a kind that stays plain there is nothing new to know; looking takes as long as 50 such calls.
+        kind.mode, kind.calls = (plan.mode, REVIEW) if plan else (None, RETRY)
         if plan is None and kind.ratios:
             # Its data do not compress enough, or no data would.
             hoped = self.predict(*key, {}).plan
             if hoped is not None and not kind.retrying:
-                kind.calls, kind.retrying = RETRY, True
+                kind.retrying = True
             elif hoped is not None:
                 # So many that a flow has forgotten what it needed before.
                 kind.mode, kind.calls, kind.retrying = hoped.mode, 2 * LAG + 1, False
