@@ -220,7 +220,10 @@ def mixed_coalesced(group: dist.ProcessGroup) -> None:
         with compressed(ALL):
             options = dist.AllreduceCoalescedOptions()
             options.asyncOp = async_op
-            group.allreduce_coalesced(tensors, options).wait()
+            work = group.allreduce_coalesced(tensors, options)
+            work.wait()
+            if async_op:
+                assert all(x is y for x, y in zip(work.get_future().wait(), tensors, strict=True))
         assert_bits(tensors[0], rank_order_sum([data(r, NUMEL, FP32) for r in (0, 1)]))
         assert tensors[1].eq(3).all()
         assert_bits(tensors[2], rank_order_sum([data(9 + r, NUMEL, FP32) for r in (0, 1)]))
