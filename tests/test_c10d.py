@@ -220,7 +220,10 @@ def mixed_coalesced(group: dist.ProcessGroup) -> None:
         with compressed(ALL):
             options = dist.AllreduceCoalescedOptions()
             options.asyncOp = async_op
-            group.allreduce_coalesced(tensors, options).wait()
+            work = group.allreduce_coalesced(tensors, options)
+            work.wait()
+            if async_op:
+                assert all(x is y for x, y in zip(work.get_future().wait(), tensors, strict=True))
         assert_bits(tensors[0], rank_order_sum([data(r, NUMEL, FP32) for r in (0, 1)]))
         assert tensors[1].eq(3).all()
         assert_bits(tensors[2], rank_order_sum([data(9 + r, NUMEL, FP32) for r in (0, 1)]))
@@ -249,6 +252,27 @@ def coalescing_manager(group: dist.ProcessGroup) -> dict[str, int]:
 
 def test_coalescing_manager(trio: Ranks) -> None:
     assert trio.run(2, coalescing_manager) == [{"all_gather_into_tensor_coalesced": 1}] * 2
+
+
+def inference(group: dist.ProcessGroup) -> None:
+    """Inference tensors, which may be written to in inference mode only, and parameters."""
+    with torch.inference_mode(), compressed(ALL):
+        x = torch.full((90, 100), 1.5)
+        dist.all_reduce(x, group=group)
+        dist.all_reduce(x, group=group, async_op=True).wait()
+        assert x.eq(6).all()
+        strided = torch.full((90, 100), 1.5).t()
+        dist.all_reduce(strided, group=group)
+        assert strided.eq(3).all()
+    parameter = torch.nn.Parameter(torch.full((9000,), 1.5 + group.rank()))
+    with compressed(ALL):
+        dist.broadcast(parameter, dist.get_global_rank(group, 0), group)
+        dist.all_reduce(x, group=group)
+    assert parameter.eq(1.5).all() and parameter.requires_grad and x.eq(12).all()
+
+
+def test_inference_mode(trio: Ranks) -> None:
+    trio.run(2, inference)
 
 
 def premul(group: dist.ProcessGroup) -> None:

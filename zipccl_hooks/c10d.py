@@ -9,7 +9,8 @@ The transport's own messages are calls of bare backend objects, below the dispat
 
 ``async_op=False`` returns with the outputs complete (on CUDA: on the current stream) and raises what went
 wrong. What goes wrong in an asynchronous call is in its future, where DDP looks; but ``wait`` of a work made
-of a future does not tell. So it is logged at once, and the group's next call raises it.
+of a future does not tell. So it is logged at once, and the group's next call raises it. On CUDA such a work
+``is_completed`` as soon as it is enqueued.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _interpose(operator: Operator, keyset: Any, arguments: Sequence[Any], x: Ten
             handles.append(native)
         else:
             native.wait()
-    work = _join(group, made[0].name, handles) if async_op else _done()
+    work = _join(group, made[0].name, handles, arguments[0]) if async_op else _done()
     return (arguments[0], work) if operator.returns_outputs else work
 
 
@@ -106,14 +107,18 @@ def _redispatch_some(
     return dist.Work.unbox(operator.overload.redispatch(keyset & _BELOW, *some, *others))
 
 
-def _join(group: Group, name: str, handles: Sequence[Any]) -> Any:
-    """One work for all, boxed; its future has the list of their outputs."""
+def _join(group: Group, name: str, handles: Sequence[Any], coalesced: Sequence[Tensor]) -> Any:
+    """One work for all, boxed; its future has the list of outputs, of several calls ``coalesced``."""
     group_name, alive = group.group_name, weakref.ref(group)
 
     def outputs(future: torch.futures.Future[Any]) -> list[Tensor]:
         try:
             found = future.value()
-            return found if len(handles) == 1 else [x for one in found for x in one.value()]
+            if len(handles) == 1:
+                return found
+            for one in found:
+                one.value()  # raises what went wrong
+            return list(coalesced)
         except Exception as error:
             logger.error("%s in group %s failed: %s", name, group_name, error)
             if (failed := alive()) is not None:
