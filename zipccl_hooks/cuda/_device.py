@@ -95,10 +95,10 @@ def octets(word):
 
 
 @device
-def nibble_flags(word, width):
-    """Bit j is set where nibble j of a word N has its lowest ``width`` bits set."""
+def nibble_flags(word, width, others):
+    """Bit j is set where nibble j of a word N has its lowest ``width`` bits set; added to ``others``."""
     full = u32(word & u32(word >> u32(1)))
     if width == 3:
         full = u32(full & u32(word >> u32(2)))
-    even, odd = u32(full & K01), u32(u32(full >> u32(4)) & K01)
-    return dp4a(odd, u32(0x80200802), dp4a(even, u32(0x40100401), u32(0)))
+    pairs = u32(u32(full | u32(full >> u32(3))) & u32(0x03030303))  # of nibbles 2 k and 2 k + 1, in byte k
+    return dp4a(pairs, u32(0x40100401), others)

@@ -73,6 +73,9 @@ select_bits = ptx("lop3.b32 $0, $1, $2, $3, 0xCA;", (u32, u32, u32), u32)  # mas
 divide = ptx("div.u32 $0, $1, $2;", (u32, u32), u32)
 popc = ptx("popc.b32 $0, $1;", (u32,), u32)
 lowest = ptx("{ .reg .b32 t; brev.b32 t, $1; clz.b32 $0, t; }", (u32,), u32)  # index of the lowest set bit
+reverse = ptx("brev.b32 $0, $1;", (u32,), u32)
+leading_zeros = ptx("bfind.shiftamt.u32 $0, $1;", (u32,), u32)  # of a number that is not 0
+shift_pair = ptx("shf.r.wrap.b32 $0, $1, $2, $3;", (u32, u32, u32), u32)  # 32 bits of (low, high), from bit $3 % 32
 
 
 def _float_op(instruction: str, num_arguments: int) -> Any:
@@ -126,6 +129,7 @@ load_1 = ptx("ld.global.nc.u32 $0, [$1];", (u64,), u32)
 load_byte = ptx("ld.global.nc.u8 $0, [$1];", (u64,), u32)
 # Issued where they stand, and not through the read-only cache: also of tensors that the kernel writes.
 load_4_ordered = ptx("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u64,), u32, u32, u32, u32, memory=True)
+load_2_ordered = ptx("ld.global.L1::no_allocate.v2.u32 {$0,$1}, [$2];", (u64,), u32, u32, memory=True)
 load_1_ordered = ptx("ld.global.u32 $0, [$1];", (u64,), u32, memory=True)
 load_half_ordered = ptx("ld.global.u16 $0, [$1];", (u64,), u32, memory=True)
 store_4 = ptx("st.global.v4.u32 [$0], {$1,$2,$3,$4};", (u64, u32, u32, u32, u32), memory=True)
@@ -150,6 +154,8 @@ nanosleep = ptx("nanosleep.u32 $0;", (u32,), memory=True)
 # Shared memory, by its own 32-bit addresses.
 shared_load = ptx("ld.shared.u32 $0, [$1];", (u32,), u32, memory=True)
 shared_load_byte = ptx("ld.shared.u8 $0, [$1];", (u32,), u32, memory=True)
+shared_load_4 = ptx("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", (u32,), u32, u32, u32, u32, memory=True)
+shared_store_4 = ptx("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", (u32, u32, u32, u32, u32), memory=True)
 shared_store = ptx("st.shared.u32 [$0], $1;", (u32, u32), memory=True)
 shared_load_half = ptx("ld.shared.u16 $0, [$1];", (u32,), u32, memory=True)
 shared_store_half = ptx("st.shared.u16 [$0], $1;", (u32, u32), memory=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..format import GROUP, TILE, DType, Mode, longest_chunk
 from . import THREADS
-from ._exponents import WARP_WORDS
+from ._exponents import STRIDE, WARP_WORDS
 from ._frame import kind_word, read_frame
 from ._jit import (
     cuda,
@@ -42,7 +42,7 @@ def make(dtype: DType, mode: Mode) -> Any:
     """
     ITEM, LOW, KIND = dtype.itemsize, dtype.low_bits, kind_word(dtype, mode)
     LONGEST_CHUNK = longest_chunk(dtype, mode)
-    decode_tile, join_octet = make_tile_decoder(dtype, mode)
+    load_static, locate, decode_tile, load_rest, load_exponents, join_octet = make_tile_decoder(dtype, mode)
 
     @cuda.jit(device=True, inline="always")
     def store_octet(at, g, a, b, c, d, lows):
@@ -66,22 +66,29 @@ def make(dtype: DType, mode: Mode) -> Any:
         num_tiles = u64(numel >> u64(10))
         tile = u64(u64(cuda.blockIdx.x) * u64(GROUP) + u64(warp))
         shared = cuda.shared.array(SHARED_WORDS, u32)
-        base = u32(shared_address(shared) + u32(warp * u32(4 * WARP_WORDS)))
-        quads, lows, rest = cuda.local.array(8, u32), cuda.local.array(16, u32), cuda.local.array(8, u32)
-        start, dynamic_bytes, foreign = read_frame(
+        mine = u32(shared_address(shared) + u32(u32(cuda.threadIdx.x) * u32(4 * STRIDE)))
+        raw, bytes_of = cuda.local.array(4, u32), cuda.local.array(8, u32)
+        lows, rest = cuda.local.array(16, u32), cuda.local.array(8, u32)
+        if tile < num_tiles:
+            load_static(payload, codes, residual, tile, lane, raw, bytes_of)
+        start, limit, foreign = read_frame(
             payload, payload_bytes, dynamic, KIND, numel, spill, num_tiles * u64(LONGEST_CHUNK)
         )
         if foreign != u32(0):
             store_1(corrupt, u32(1))
         if tile < num_tiles:
-            bad, escapes, entries = decode_tile(
-                base, lane, payload, meta, bases, codes, residual, start, dynamic_bytes, num_tiles, tile,
-                quads, lows, rest,
-            )  # fmt: skip
+            word, at, outside = locate(payload, meta, bases, tile, start, limit)
+            bad, escapes, entries = decode_tile(mine, lane, word, at, limit, raw, lows)
+            bad = u32(bad | outside)
+            load_rest(payload, residual, num_tiles, tile, lane, rest)
             target = out + tile * u64(TILE * ITEM)
-            for g in range(4):
-                a, b, c, d = join_octet(payload, residual, tile, g, lane, quads, rest)
-                store_octet(target + u64(256 * ITEM * g) + u64(lane) * u64(8 * ITEM), g, a, b, c, d, lows)
+            for half in range(2):
+                e0, e1, e2, e3 = load_exponents(mine, half)
+                at = target + u64(512 * ITEM * half) + u64(lane) * u64(8 * ITEM)
+                a, b, c, d = join_octet(2 * half, e0, e1, bytes_of, rest)
+                store_octet(at, 2 * half, a, b, c, d, lows)
+                a, b, c, d = join_octet(2 * half + 1, e2, e3, bytes_of, rest)
+                store_octet(at + u64(256 * ITEM), 2 * half + 1, a, b, c, d, lows)
             if LOW:
                 cuda.syncwarp()
                 k = lane
