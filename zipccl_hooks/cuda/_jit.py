@@ -144,6 +144,8 @@ increment = ptx(
     "atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;", (u64, u32), u32, memory=True
 )  # wraps after $2
 
+prefetch = ptx("prefetch.global.L2 [$0];", (u64,), memory=True)
+
 # Host memory that the device sees, shared with a thread of the host.
 load_system = ptx("ld.relaxed.sys.global.u64 $0, [$1];", (u64,), u64, memory=True)
 load_system_1 = ptx("ld.relaxed.sys.global.u32 $0, [$1];", (u64,), u32, memory=True)
@@ -153,6 +155,7 @@ nanosleep = ptx("nanosleep.u32 $0;", (u32,), memory=True)
 
 # Shared memory, by its own 32-bit addresses.
 shared_load = ptx("ld.shared.u32 $0, [$1];", (u32,), u32, memory=True)
+shared_load_2 = ptx("ld.shared.v2.u32 {$0,$1}, [$2];", (u32,), u32, u32, memory=True)
 shared_load_byte = ptx("ld.shared.u8 $0, [$1];", (u32,), u32, memory=True)
 shared_load_4 = ptx("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", (u32,), u32, u32, u32, u32, memory=True)
 shared_store_4 = ptx("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", (u32, u32, u32, u32, u32), memory=True)
@@ -162,6 +165,12 @@ shared_store_half = ptx("st.shared.u16 [$0], $1;", (u32, u32), memory=True)
 shared_store_byte = ptx("st.shared.u8 [$0], $1;", (u32, u32), memory=True)
 shared_max = ptx("red.shared.max.u32 [$0], $1;", (u32, u32), memory=True)
 shared_or = ptx("red.shared.or.b32 [$0], $1;", (u32, u32), memory=True)
+# 16 bytes from global memory, without a register in between; groups of them are awaited in order.
+copy_async = ptx("cp.async.cg.shared.global [$0], [$1], 16;", (u32, u64), memory=True)
+end_group = ptx("cp.async.commit_group;", (), memory=True)
+wait_all, wait_all_but_1, wait_all_but_2 = (
+    ptx(f"cp.async.wait_group {k};", (), memory=True) for k in (0, 1, 2)
+)
 _to_shared = ptx("{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }", (u64,), u32)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..format import GROUP, TILE, DType, Mode, longest_chunk
+from ..format import GROUP, MODE_SPECS, TILE, DType, Mode, longest_chunk
 from . import THREADS
 from ._exponents import STRIDE, WARP_WORDS
 from ._frame import kind_word, read_frame
 from ._jit import (
     cuda,
-    load_1,
+    end_group,
     load_byte,
     prmt,
     shared_address,
@@ -18,13 +18,23 @@ from ._jit import (
     store_2,
     store_4,
     store_byte,
-    store_half,
     u32,
     u64,
+    wait_all,
 )  # fmt: skip
+from ._low_bits import LOWS_WORDS
 from ._tile import make_tile_decoder
 
-SHARED_WORDS = WARP_WORDS * GROUP
+
+
+def places(dtype: DType, mode: Mode) -> tuple[int, int, int]:
+    """Words of shared memory: of a warp for a tile's static part, for its low halves; of a block in all.
+
+    Behind the exponents of eight warps.
+    """
+    stage = TILE // 32 * (MODE_SPECS[mode].code_bits + (8 if dtype.itemsize > 1 else 0))
+    lows = LOWS_WORDS if dtype.low_bits else 0
+    return stage, lows, (WARP_WORDS + stage + lows) * GROUP
 
 
 def make(dtype: DType, mode: Mode) -> Any:
@@ -42,15 +52,18 @@ def make(dtype: DType, mode: Mode) -> Any:
     """
     ITEM, LOW, KIND = dtype.itemsize, dtype.low_bits, kind_word(dtype, mode)
     LONGEST_CHUNK = longest_chunk(dtype, mode)
-    load_static, locate, decode_tile, load_rest, load_exponents, join_octet = make_tile_decoder(dtype, mode)
+    fetch_codes, fetch_residuals, locate, decode_tile, load_rest, load_exponents, join_octet, load_lows = (
+        make_tile_decoder(dtype, mode)
+    )
+    CODE_BYTES = TILE // 8 * MODE_SPECS[mode].code_bits
+    STAGE, LOWS, SHARED_WORDS = places(dtype, mode)
 
     @cuda.jit(device=True, inline="always")
-    def store_octet(at, g, a, b, c, d, lows):
+    def store_octet(at, a, b, c, d, l0, l1, l2, l3):
         """Writes the eight elements whose upper halves are a to d; of fp8, the two quads a and b."""
         if ITEM == 1:
             store_2(at, a, b)
         elif LOW:
-            l0, l1, l2, l3 = lows[4 * g], lows[4 * g + 1], lows[4 * g + 2], lows[4 * g + 3]
             store_4(at, prmt(l0, a, u32(0x5410)), prmt(l0, a, u32(0x7632)),
                     prmt(l1, b, u32(0x5410)), prmt(l1, b, u32(0x7632)))  # fmt: skip
             store_4(at + u64(16), prmt(l2, c, u32(0x5410)), prmt(l2, c, u32(0x7632)),
@@ -66,11 +79,16 @@ def make(dtype: DType, mode: Mode) -> Any:
         num_tiles = u64(numel >> u64(10))
         tile = u64(u64(cuda.blockIdx.x) * u64(GROUP) + u64(warp))
         shared = cuda.shared.array(SHARED_WORDS, u32)
-        mine = u32(shared_address(shared) + u32(u32(cuda.threadIdx.x) * u32(4 * STRIDE)))
-        raw, bytes_of = cuda.local.array(4, u32), cuda.local.array(8, u32)
-        lows, rest = cuda.local.array(16, u32), cuda.local.array(8, u32)
+        begin = shared_address(shared)
+        mine = u32(begin + u32(u32(cuda.threadIdx.x) * u32(4 * STRIDE)))
+        stage = u32(begin + u32(4 * WARP_WORDS * GROUP) + u32(warp * u32(4 * STAGE)))
+        residuals = u32(stage + u32(CODE_BYTES))
+        halves = u32(begin + u32(4 * (WARP_WORDS + STAGE) * GROUP) + u32(warp * u32(4 * LOWS)))
+        rest = cuda.local.array(8, u32)
         if tile < num_tiles:
-            load_static(payload, codes, residual, tile, lane, raw, bytes_of)
+            fetch_codes(stage, payload, codes, tile, lane)
+            fetch_residuals(residuals, payload, residual, tile, lane)
+            end_group()
         start, limit, foreign = read_frame(
             payload, payload_bytes, dynamic, KIND, numel, spill, num_tiles * u64(LONGEST_CHUNK)
         )
@@ -78,28 +96,20 @@ def make(dtype: DType, mode: Mode) -> Any:
             store_1(corrupt, u32(1))
         if tile < num_tiles:
             word, at, outside = locate(payload, meta, bases, tile, start, limit)
-            bad, escapes, entries = decode_tile(mine, lane, word, at, limit, raw, lows)
+            wait_all()
+            cuda.syncwarp()
+            bad, lows = decode_tile(mine, stage, lane, word, at, limit, halves)
             bad = u32(bad | outside)
             load_rest(payload, residual, num_tiles, tile, lane, rest)
-            target = out + tile * u64(TILE * ITEM)
+            target = out + tile * u64(TILE * ITEM) + u64(lane) * u64(8 * ITEM)
             for half in range(2):
                 e0, e1, e2, e3 = load_exponents(mine, half)
-                at = target + u64(512 * ITEM * half) + u64(lane) * u64(8 * ITEM)
-                a, b, c, d = join_octet(2 * half, e0, e1, bytes_of, rest)
-                store_octet(at, 2 * half, a, b, c, d, lows)
-                a, b, c, d = join_octet(2 * half + 1, e2, e3, bytes_of, rest)
-                store_octet(at + u64(256 * ITEM), 2 * half + 1, a, b, c, d, lows)
-            if LOW:
-                cuda.syncwarp()
-                k = lane
-                while k < escapes:
-                    entry = load_1(entries + u64(k) * u64(4))
-                    place = u32(entry >> u32(16))
-                    if place < u32(TILE):
-                        store_half(target + u64(place) * u64(4), u32(entry & u32(0xFFFF)))
-                    else:
-                        bad = u32(1)
-                    k = u32(k + u32(32))
+                a, b, c, d = join_octet(2 * half, e0, e1, residuals, lane, rest)
+                l0, l1, l2, l3 = load_lows(halves, 2 * half, lane, lows)
+                store_octet(target + u64(512 * ITEM * half), a, b, c, d, l0, l1, l2, l3)
+                a, b, c, d = join_octet(2 * half + 1, e2, e3, residuals, lane, rest)
+                l0, l1, l2, l3 = load_lows(halves, 2 * half + 1, lane, lows)
+                store_octet(target + u64(512 * ITEM * half + 256 * ITEM), a, b, c, d, l0, l1, l2, l3)
             if bad != u32(0):
                 store_1(corrupt, u32(1))
         if cuda.blockIdx.x == cuda.gridDim.x - 1:

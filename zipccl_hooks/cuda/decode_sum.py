@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..format import GROUP, TILE, DType, Mode, longest_chunk
+from ..format import GROUP, MODE_SPECS, TILE, DType, Mode, longest_chunk
 from . import ACCUMULATE_WIDE, MAX_SOURCES, SCALED, TARGET_WIDE, THREADS
 from ._exponents import STRIDE, WARP_WORDS
 from ._frame import kind_word, read_frame
@@ -12,7 +12,7 @@ from ._jit import (
     add_f32,
     cuda,
     device,
-    load_1,
+    end_group,
     load_1_ordered,
     load_4_ordered,
     load_half_ordered,
@@ -25,22 +25,18 @@ from ._jit import (
     shared_load_4,
     shared_store,
     shared_store_4,
-    shared_store_half,
     store_1,
     store_4,
     store_half,
     u32,
     u64,
     unpack_f16,
+    wait_all_but_1,
+    wait_all_but_2,
 )  # fmt: skip
+from ._low_bits import LOWS_WORDS
 from ._tile import make_tile_decoder
 
-# Shared memory in words: exponents of eight warps; where each finds the sources' chunks of its tile, eight
-# words a source; the table of sources; of fp32, low halves of eight warps.
-PLACES = WARP_WORDS * GROUP
-TABLE = PLACES + 8 * MAX_SOURCES * GROUP
-LOWS = TABLE + 6 * MAX_SOURCES
-LOWS_WORDS = TILE // 2
 MINUS_ZERO = 0x80000000  # the sum of nothing: adding it changes no number, not even -0.0
 
 
@@ -94,8 +90,16 @@ def make(dtype: DType, mode: Mode) -> Any:
     ITEM, LOW, KIND = dtype.itemsize, dtype.low_bits, kind_word(dtype, mode)
     LONGEST_CHUNK = longest_chunk(dtype, mode)
     FP16 = dtype.name == "float16"
-    load_static, locate, decode_tile, load_rest, load_exponents, join_octet = make_tile_decoder(dtype, mode)
-    SHARED_WORDS = LOWS + (LOWS_WORDS * GROUP if LOW else 0)
+    fetch_codes, fetch_residuals, locate, decode_tile, load_rest, load_exponents, join_octet, load_lows = (
+        make_tile_decoder(dtype, mode)
+    )
+    # Words of shared memory: of eight warps exponents, two code planes, a residual plane, low halves, and where
+    # a warp finds the sources' chunks, eight words a source; the table of sources.
+    CODES = TILE // 32 * MODE_SPECS[mode].code_bits
+    RESIDUALS, LOWS = TILE // 4, LOWS_WORDS if LOW else 0
+    PLACES = (WARP_WORDS + 2 * CODES + RESIDUALS + LOWS) * GROUP
+    TABLE = PLACES + 8 * MAX_SOURCES * GROUP
+    SHARED_WORDS = TABLE + 6 * MAX_SOURCES
 
     @cuda.jit(device=True, inline="always")
     def widen(pair):
@@ -130,10 +134,7 @@ def make(dtype: DType, mode: Mode) -> Any:
         return widen(pair)
 
     @cuda.jit(device=True, inline="always")
-    def add_octet(sums, g, a, b, c, d, lows, flags, scale):
-        l0, l1, l2, l3 = u32(0), u32(0), u32(0), u32(0)
-        if LOW:
-            l0, l1, l2, l3 = lows[4 * g], lows[4 * g + 1], lows[4 * g + 2], lows[4 * g + 3]
+    def add_octet(sums, g, a, b, c, d, l0, l1, l2, l3, flags, scale):
         w0, w1 = to_f32(a, l0)
         w2, w3 = to_f32(b, l1)
         add_four(sums, 8 * g, w0, w1, w2, w3, flags, scale)
@@ -151,32 +152,7 @@ def make(dtype: DType, mode: Mode) -> Any:
                     add_four(sums, 8 * g + 4 * h, w0, w1, w2, w3, flags, scale)
             else:
                 a, b, c, d = load_4_ordered(at + u64(512 * g))
-                add_octet(sums, g, a, b, c, d, sums, flags, scale)
-
-    @cuda.jit(device=True, inline="always")
-    def patch_lows(start, lane, escapes, entries, lows):
-        """Puts the low bits that are escapes in their places; 1 if one has no place."""
-        bad, mine = u32(0), u32(start + u32(lane << u32(2)))
-        for k in range(16):
-            shared_store(u32(mine + u32(128 * k)), lows[k])
-        cuda.syncwarp()
-        e = lane
-        while e < escapes:
-            entry = load_1(entries + u64(e) * u64(4))
-            place = u32(entry >> u32(16))
-            if place < u32(TILE):
-                word = u32(u32(u32(place >> u32(8)) << u32(2)) | u32(u32(place >> u32(1)) & u32(3)))
-                owner = u32(u32(place >> u32(3)) & u32(31))
-                at = u32(start + u32(word << u32(7)) + u32(owner << u32(2)))
-                shared_store_half(u32(at + u32(u32(place & u32(1)) << u32(1))), u32(entry & u32(0xFFFF)))
-            else:
-                bad = u32(1)
-            e = u32(e + u32(32))
-        cuda.syncwarp()
-        for k in range(16):
-            lows[k] = shared_load(u32(mine + u32(128 * k)))
-        cuda.syncwarp()
-        return bad
+                add_octet(sums, g, a, b, c, d, u32(0), u32(0), u32(0), u32(0), flags, scale)
 
     @cuda.jit(device=True, inline="always")
     def store_sums(sums, at, wide):
@@ -214,6 +190,18 @@ def make(dtype: DType, mode: Mode) -> Any:
         shared_store_4(u32(place + u32(16)), u32(limit), u32(limit >> u64(32)), word, u32(0))
 
     @cuda.jit(device=True, inline="always")
+    def start_codes(place, plane, codes, tile, lane):
+        payload, at = two_addresses(place)
+        if at != u64(0):
+            fetch_codes(plane, payload, codes, tile, lane)
+
+    @cuda.jit(device=True, inline="always")
+    def start_residuals(place, residuals, residual, tile, lane):
+        payload, at = two_addresses(place)
+        if at != u64(0):
+            fetch_residuals(residuals, payload, residual, tile, lane)
+
+    @cuda.jit(device=True, inline="always")
     def load_element(at, k, wide):
         """Element k, as fp32, of the tensor at an address."""
         if LOW or wide:
@@ -246,8 +234,12 @@ def make(dtype: DType, mode: Mode) -> Any:
             write_entry(table, 6, a6, n6, m6)
             write_entry(table, 7, a7, n7, m7)
         cuda.syncthreads()
-        raw, bytes_of = cuda.local.array(4, u32), cuda.local.array(8, u32)
-        lows, rest = cuda.local.array(16, u32), cuda.local.array(8, u32)
+        planes = u32(start + u32(4 * WARP_WORDS * GROUP) + u32(warp * u32(8 * CODES)))
+        residuals = u32(start + u32(4 * (WARP_WORDS + 2 * CODES) * GROUP) + u32(warp * u32(4 * RESIDUALS)))
+        halves = u32(
+            start + u32(4 * (WARP_WORDS + 2 * CODES + RESIDUALS) * GROUP) + u32(warp * u32(4 * LOWS))
+        )
+        rest = cuda.local.array(8, u32)
         sums = cuda.local.array(32, u32)
         flags, scale = u32(flags), u32(scale)
         wide_target = u32(flags & u32(TARGET_WIDE)) != u32(0)
@@ -256,6 +248,10 @@ def make(dtype: DType, mode: Mode) -> Any:
             if lane < u32(num_sources):
                 find_source(table, places, lane, meta, bases, dynamic, numel, num_tiles, tile, corrupt, corrupt_step)
             cuda.syncwarp()
+            start_codes(places, planes, codes, tile, lane)
+            end_group()
+            start_residuals(places, residuals, residual, tile, lane)
+            end_group()
             for k in range(32):
                 sums[k] = u32(MINUS_ZERO)
             octet = tile * u64(TILE) + u64(u32(lane << u32(3)))  # the lane's first element
@@ -268,24 +264,35 @@ def make(dtype: DType, mode: Mode) -> Any:
             while source < u32(num_sources):
                 place = u32(places + u32(source << u32(5)))
                 payload, at = two_addresses(place)
+                after = u32(source + u32(1)) < u32(num_sources)
+                if after:
+                    start_codes(u32(place + u32(32)), u32(planes + u32(u32(u32(source + u32(1)) & u32(1)) * u32(4 * CODES))), codes, tile, lane)
+                end_group()
                 if at == u64(0):
                     add_plain(sums, payload + octet * u64(ITEM), False, flags, scale)
                 else:
-                    load_static(payload, codes, residual, tile, lane, raw, bytes_of)
                     limit, word = two_addresses(u32(place + u32(16)))
-                    bad, escapes, entries = decode_tile(mine, lane, u32(word), at, limit, raw, lows)
-                    if LOW and escapes != u32(0):
-                        halves = u32(start + u32(4 * LOWS) + u32(warp * u32(4 * LOWS_WORDS)))
-                        bad = u32(bad | patch_lows(halves, lane, escapes, entries, lows))
+                    wait_all_but_2()
+                    cuda.syncwarp()
+                    plane = u32(planes + u32(u32(source & u32(1)) * u32(4 * CODES)))
+                    bad, lows = decode_tile(mine, plane, lane, u32(word), at, limit, halves)
                     load_rest(payload, residual, num_tiles, tile, lane, rest)
+                    wait_all_but_1()
+                    cuda.syncwarp()
                     for half in range(2):
                         e0, e1, e2, e3 = load_exponents(mine, half)
-                        a, b, c, d = join_octet(2 * half, e0, e1, bytes_of, rest)
-                        add_octet(sums, 2 * half, a, b, c, d, lows, flags, scale)
-                        a, b, c, d = join_octet(2 * half + 1, e2, e3, bytes_of, rest)
-                        add_octet(sums, 2 * half + 1, a, b, c, d, lows, flags, scale)
+                        a, b, c, d = join_octet(2 * half, e0, e1, residuals, lane, rest)
+                        l0, l1, l2, l3 = load_lows(halves, 2 * half, lane, lows)
+                        add_octet(sums, 2 * half, a, b, c, d, l0, l1, l2, l3, flags, scale)
+                        a, b, c, d = join_octet(2 * half + 1, e2, e3, residuals, lane, rest)
+                        l0, l1, l2, l3 = load_lows(halves, 2 * half + 1, lane, lows)
+                        add_octet(sums, 2 * half + 1, a, b, c, d, l0, l1, l2, l3, flags, scale)
+                    cuda.syncwarp()  # the residuals have been read
                     if bad != u32(0):
                         store_1(corrupt + u64(source) * corrupt_step, u32(1))
+                if after:
+                    start_residuals(u32(place + u32(32)), residuals, residual, tile, lane)
+                end_group()
                 source = u32(source + u32(1))
             if wide_target:
                 store_sums(sums, target + octet * u64(4), True)

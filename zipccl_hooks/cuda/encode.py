@@ -45,6 +45,7 @@ from ._jit import (
     load_state,
     lowest,
     popc,
+    prefetch,
     prmt,
     select_bits,
     shared_address,
@@ -64,8 +65,9 @@ from ._jit import (
 )  # fmt: skip
 from ._low_bits import choose_width, load_lows, write_low
 from ._planes import quads_of_field
-from ._scan import AGGREGATE, INCLUSIVE, look_back, publish
+from ._scan import AGGREGATE, INCLUSIVE, load_epoch, look_back, publish
 
+LINE = 128  # bytes that a prefetch fetches
 STRIDE = 9  # words between the exponents of two lanes in shared memory: odd, so that no banks collide
 # Shared memory of a warp, in words: exponents, list of escapes, then, for two turns, the dynamic bytes.
 LIST, CHUNK, CHUNK_WORDS = 32 * STRIDE, 32 * STRIDE + 260, 196
@@ -368,6 +370,8 @@ def make(dtype: DType, mode: Mode) -> Any:
         exponents, lows = cuda.local.array(8, u32), cuda.local.array(16, u32)
         # What is left to do for the group before: where its dynamic bytes go was not known then.
         waiting, had, turn = u64(0), u32(0), u32(0)
+        epoch = load_epoch(scratch)
+        ahead = u64(cuda.gridDim.x) * u64(GROUP)  # tiles, to about the next that this warp will take
         if cuda.threadIdx.x == 0:
             shared_store(u32(start + u32(4 * TICKET)), take(scratch + u64(8), u32(1)))
         cuda.syncthreads()
@@ -379,6 +383,11 @@ def make(dtype: DType, mode: Mode) -> Any:
             tile = u64(group * u64(GROUP) + u64(warp))
             here = group < num_groups
             active = tile < num_tiles
+            after = u32(0)
+            if here and cuda.threadIdx.x == 0:
+                after = take(scratch + u64(8), u32(1))
+            if tile + ahead < num_tiles and lane < u32(TILE * ITEM // LINE):
+                prefetch(x + (tile + ahead) * u64(TILE * ITEM) + u64(lane) * u64(LINE))
             top, flags, num_bytes, low_bytes, size = u32(0), u32(0), u32(0), u32(0), u32(0)
             if active:
                 first_plane = payload + residual + tile * u64(TILE)
@@ -419,13 +428,13 @@ def make(dtype: DType, mode: Mode) -> Any:
                     kind = AGGREGATE
                     if group == u64(0):
                         kind = INCLUSIVE
-                    publish(scratch, group, kind, u32(padded >> u32(2)))
-                    shared_store(u32(start + u32(4 * TICKET)), take(scratch + u64(8), u32(1)))
+                    publish(scratch, epoch, group, kind, u32(padded >> u32(2)))
+                    shared_store(u32(start + u32(4 * TICKET)), after)
                 if had != u32(0):
-                    before = look_back(lane, scratch, waiting)
+                    before = look_back(lane, scratch, epoch, waiting)
                     if lane == u32(0):
                         if waiting != u64(0):
-                            publish(scratch, waiting, INCLUSIVE, u32(before + u32(old_size >> u32(2))))
+                            publish(scratch, epoch, waiting, INCLUSIVE, u32(before + u32(old_size >> u32(2))))
                         shared_store(u32(start + u32(4 * BASE)), before)
                         if num_tiles != u64(0):
                             store_1(payload + bases + waiting * u64(4), before)
