@@ -33,10 +33,11 @@ WARP_WORDS = 32 * STRIDE
 def make_decoder(dtype: DType, mode: Mode) -> Any:
     """(decode_exponents, load_exponents) for a dtype and mode; whole warps call the first.
 
-    ``decode_exponents(mine, raw, top, flags, at, limit, lane)`` leaves a lane's 32 exponents, in lane order, in
-    STRIDE words of shared memory of its own at ``mine``; returns the dynamic bytes that those of the tile took,
-    from ``at`` on. ``raw`` are the lane's words of the code plane. Never reads beyond ``limit``, a multiple
-    of 4: a tile that says so has other exponents, and takes bytes beyond it.
+    ``decode_exponents(mine, raw, top, flags, at, limit, lane)`` leaves a lane's 32 exponents, in lane order,
+    in STRIDE words of shared memory of its own at ``mine``, where ``load_exponents`` finds them; returns the
+    dynamic bytes that those of the tile took, from ``at`` on. ``raw`` are the lane's words of the code plane.
+    A lane reads the symbols of its own escapes; lanes tell each other nothing but how many they are. Never
+    reads beyond ``limit``, a multiple of 4: where a tile's bytes would, its exponents are others.
     """
     spec, EXPONENT_BITS = MODE_SPECS[mode], dtype.exponent_bits
     CODE_BITS, LEVEL_BITS, LEVELS = spec.code_bits, spec.level_bits, spec.levels
@@ -77,7 +78,7 @@ def make_decoder(dtype: DType, mode: Mode) -> Any:
 
     @cuda.jit(device=True, inline="always")
     def replace_escapes(mine, escapes, top, zero, at, limit):
-        """Overwrites those of a lane's exponents that are escapes, level by level; the bytes the tile's took."""
+        """Overwrites a lane's exponents that are escapes, level by level; the bytes that the tile's took."""
         pending, symbols, rank_base = reverse(escapes), u32(0), u32(CODE_MASK)
         number = popc(pending)
         sums = inclusive_sum(number)

@@ -75,7 +75,9 @@ popc = ptx("popc.b32 $0, $1;", (u32,), u32)
 lowest = ptx("{ .reg .b32 t; brev.b32 t, $1; clz.b32 $0, t; }", (u32,), u32)  # index of the lowest set bit
 reverse = ptx("brev.b32 $0, $1;", (u32,), u32)
 leading_zeros = ptx("bfind.shiftamt.u32 $0, $1;", (u32,), u32)  # of a number that is not 0
-shift_pair = ptx("shf.r.wrap.b32 $0, $1, $2, $3;", (u32, u32, u32), u32)  # 32 bits of (low, high), from bit $3 % 32
+shift_pair = ptx(
+    "shf.r.wrap.b32 $0, $1, $2, $3;", (u32, u32, u32), u32
+)  # 32 bits of (low, high), from bit $3 % 32
 
 
 def _float_op(instruction: str, num_arguments: int) -> Any:
@@ -115,6 +117,7 @@ scan_1, scan_2, scan_4, scan_8, scan_16 = (  # one step of a prefix sum: adds th
     for k in (1, 2, 4, 8, 16)
 )
 shuffle = ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", (u32, u32), u32, memory=True)
+shuffle_pair = ptx("shfl.sync.bfly.b32 $0, $1, 1, 31, 0xffffffff;", (u32,), u32, memory=True)  # of lane ^ 1
 ballot = ptx(
     "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }",
     (u32,),

@@ -177,7 +177,7 @@ def load_low(lane, width, at, halves):
 
 @device
 def patch_lows(lane, escapes, entries, start):
-    """Puts the low bits that are escapes in their places in a warp's lows, from start; 1 if one has no place."""
+    """Puts low bits that are escapes in their places in a warp's lows, at start; 1 if one has no place."""
     bad, e = u32(0), lane
     cuda.syncwarp()
     while e < escapes:

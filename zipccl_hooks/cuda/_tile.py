@@ -13,10 +13,10 @@ from ._planes import add_words, load_words
 
 
 def make_tile_decoder(dtype: DType, mode: Mode) -> Any:
-    """(fetch_codes, fetch_residuals, locate, decode_tile, load_rest, load_exponents, join_octet, load_lows) for a dtype and mode.
+    """The functions below, in their order, for a dtype and mode; whole warps call them.
 
-    Whole warps call them, in this order. The first two only load: whoever calls them first has all that a tile
-    needs in flight at once, but its chunk, which stands where ``locate`` says.
+    Fetches only start copies: whoever starts them first, and then asks ``locate`` for the tile's chunk, has
+    all that the tile needs in flight at once but the chunk.
     """
     ITEM, EXPONENT_BITS, RESIDUAL_BITS = dtype.itemsize, dtype.exponent_bits, dtype.residual_bits
     LOW = dtype.low_bits
@@ -129,7 +129,7 @@ def make_tile_decoder(dtype: DType, mode: Mode) -> Any:
     def load_lows(halves, g, lane, present):
         """A lane's four registers of low halves of an octet."""
         l0, l1, l2, l3 = u32(0), u32(0), u32(0), u32(0)
-        if LOW and present != u32(0):
+        if LOW and present:
             at = u32(halves + u32(512 * g) + u32(lane << u32(2)))
             l0, l1 = shared_load(at), shared_load(u32(at + u32(128)))
             l2, l3 = shared_load(u32(at + u32(256))), shared_load(u32(at + u32(384)))

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..format import GROUP, MODE_SPECS, TILE, DType, Mode, longest_chunk
 from . import THREADS
+from ._device import store_eight
 from ._exponents import STRIDE, WARP_WORDS
 from ._frame import kind_word, read_frame
 from ._jit import (
@@ -25,6 +26,7 @@ from ._jit import (
 from ._low_bits import LOWS_WORDS
 from ._tile import make_tile_decoder
 
+LOWER, UPPER = u32(0x5410), u32(0x7632)  # prmt: lower or upper halves of two registers
 
 
 def places(dtype: DType, mode: Mode) -> tuple[int, int, int]:
@@ -64,12 +66,22 @@ def make(dtype: DType, mode: Mode) -> Any:
         if ITEM == 1:
             store_2(at, a, b)
         elif LOW:
-            store_4(at, prmt(l0, a, u32(0x5410)), prmt(l0, a, u32(0x7632)),
-                    prmt(l1, b, u32(0x5410)), prmt(l1, b, u32(0x7632)))  # fmt: skip
-            store_4(at + u64(16), prmt(l2, c, u32(0x5410)), prmt(l2, c, u32(0x7632)),
-                    prmt(l3, d, u32(0x5410)), prmt(l3, d, u32(0x7632)))  # fmt: skip
+            w0, w1, w2, w3 = prmt(l0, a, LOWER), prmt(l0, a, UPPER), prmt(l1, b, LOWER), prmt(l1, b, UPPER)
+            w4, w5, w6, w7 = prmt(l2, c, LOWER), prmt(l2, c, UPPER), prmt(l3, d, LOWER), prmt(l3, d, UPPER)
+            store_eight(at, w0, w1, w2, w3, w4, w5, w6, w7)
         else:
             store_4(at, a, b, c, d)
+
+    @cuda.jit(device=True, inline="always")
+    def store_tile(target, mine, residuals, halves, lane, rest, lows):
+        for half in range(2):
+            e0, e1, e2, e3 = load_exponents(mine, half)
+            a, b, c, d = join_octet(2 * half, e0, e1, residuals, lane, rest)
+            l0, l1, l2, l3 = load_lows(halves, 2 * half, lane, lows)
+            store_octet(target + u64(512 * ITEM * half), a, b, c, d, l0, l1, l2, l3)
+            a, b, c, d = join_octet(2 * half + 1, e2, e3, residuals, lane, rest)
+            l0, l1, l2, l3 = load_lows(halves, 2 * half + 1, lane, lows)
+            store_octet(target + u64(512 * ITEM * half + 256 * ITEM), a, b, c, d, l0, l1, l2, l3)
 
     def kernel(
         payload, payload_bytes, meta, bases, codes, residual, tail, dynamic, out, numel, corrupt, spill
@@ -102,14 +114,10 @@ def make(dtype: DType, mode: Mode) -> Any:
             bad = u32(bad | outside)
             load_rest(payload, residual, num_tiles, tile, lane, rest)
             target = out + tile * u64(TILE * ITEM) + u64(lane) * u64(8 * ITEM)
-            for half in range(2):
-                e0, e1, e2, e3 = load_exponents(mine, half)
-                a, b, c, d = join_octet(2 * half, e0, e1, residuals, lane, rest)
-                l0, l1, l2, l3 = load_lows(halves, 2 * half, lane, lows)
-                store_octet(target + u64(512 * ITEM * half), a, b, c, d, l0, l1, l2, l3)
-                a, b, c, d = join_octet(2 * half + 1, e2, e3, residuals, lane, rest)
-                l0, l1, l2, l3 = load_lows(halves, 2 * half + 1, lane, lows)
-                store_octet(target + u64(512 * ITEM * half + 256 * ITEM), a, b, c, d, l0, l1, l2, l3)
+            if lows != u32(0):
+                store_tile(target, mine, residuals, halves, lane, rest, True)
+            else:
+                store_tile(target, mine, residuals, halves, lane, rest, False)
             if bad != u32(0):
                 store_1(corrupt, u32(1))
         if cuda.blockIdx.x == cuda.gridDim.x - 1:

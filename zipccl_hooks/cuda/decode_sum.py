@@ -6,6 +6,7 @@ from typing import Any
 
 from ..format import GROUP, MODE_SPECS, TILE, DType, Mode, longest_chunk
 from . import ACCUMULATE_WIDE, MAX_SOURCES, SCALED, TARGET_WIDE, THREADS
+from ._device import store_eight
 from ._exponents import STRIDE, WARP_WORDS
 from ._frame import kind_word, read_frame
 from ._jit import (
@@ -19,6 +20,7 @@ from ._jit import (
     multiply_f32,
     pack_bf16,
     pack_f16,
+    prefetch,
     prmt,
     shared_address,
     shared_load,
@@ -43,7 +45,7 @@ MINUS_ZERO = 0x80000000  # the sum of nothing: adding it changes no number, not 
 @device
 def write_entry(table, k, address, size, spill):
     """Puts a source into the table, which a loop can index where it cannot index arguments."""
-    at = u32(table + u32(24 * k))
+    at = u32(table + u32(32 * k))
     shared_store(at, u32(address))
     shared_store(u32(at + u32(4)), u32(address >> u64(32)))
     shared_store(u32(at + u32(8)), u32(size))
@@ -65,7 +67,7 @@ def two_addresses(at):
 
 @device
 def read_entry(table, source):
-    at = u32(table + u32(source * u32(24)))
+    at = u32(table + u32(source << u32(5)))
     return table_word(at), table_word(u32(at + u32(8))), table_word(u32(at + u32(16)))
 
 
@@ -93,13 +95,13 @@ def make(dtype: DType, mode: Mode) -> Any:
     fetch_codes, fetch_residuals, locate, decode_tile, load_rest, load_exponents, join_octet, load_lows = (
         make_tile_decoder(dtype, mode)
     )
-    # Words of shared memory: of eight warps exponents, two code planes, a residual plane, low halves, and where
-    # a warp finds the sources' chunks, eight words a source; the table of sources.
+    # Words of shared memory: of eight warps the exponents, two code planes, a residual plane, low halves, and
+    # where a warp finds the sources' chunks, eight words a source; the table of sources, likewise.
     CODES = TILE // 32 * MODE_SPECS[mode].code_bits
     RESIDUALS, LOWS = TILE // 4, LOWS_WORDS if LOW else 0
     PLACES = (WARP_WORDS + 2 * CODES + RESIDUALS + LOWS) * GROUP
     TABLE = PLACES + 8 * MAX_SOURCES * GROUP
-    SHARED_WORDS = TABLE + 6 * MAX_SOURCES
+    SHARED_WORDS = TABLE + 8 * MAX_SOURCES
 
     @cuda.jit(device=True, inline="always")
     def widen(pair):
@@ -143,6 +145,17 @@ def make(dtype: DType, mode: Mode) -> Any:
         add_four(sums, 8 * g + 4, w0, w1, w2, w3, flags, scale)
 
     @cuda.jit(device=True, inline="always")
+    def add_tile(sums, mine, residuals, halves, lane, rest, lows, flags, scale):
+        for half in range(2):
+            e0, e1, e2, e3 = load_exponents(mine, half)
+            a, b, c, d = join_octet(2 * half, e0, e1, residuals, lane, rest)
+            l0, l1, l2, l3 = load_lows(halves, 2 * half, lane, lows)
+            add_octet(sums, 2 * half, a, b, c, d, l0, l1, l2, l3, flags, scale)
+            a, b, c, d = join_octet(2 * half + 1, e2, e3, residuals, lane, rest)
+            l0, l1, l2, l3 = load_lows(halves, 2 * half + 1, lane, lows)
+            add_octet(sums, 2 * half + 1, a, b, c, d, l0, l1, l2, l3, flags, scale)
+
+    @cuda.jit(device=True, inline="always")
     def add_plain(sums, at, wide, flags, scale):
         """Adds a lane's elements of a plain tile."""
         for g in range(4):
@@ -157,12 +170,20 @@ def make(dtype: DType, mode: Mode) -> Any:
     @cuda.jit(device=True, inline="always")
     def store_sums(sums, at, wide):
         for g in range(4):
+            k = 8 * g
             if LOW or wide:
-                for h in range(2):
-                    k = 8 * g + 4 * h
-                    store_4(at + u64(1024 * g + 16 * h), sums[k], sums[k + 1], sums[k + 2], sums[k + 3])
+                store_eight(
+                    at + u64(1024 * g),
+                    sums[k],
+                    sums[k + 1],
+                    sums[k + 2],
+                    sums[k + 3],
+                    sums[k + 4],
+                    sums[k + 5],
+                    sums[k + 6],
+                    sums[k + 7],
+                )
             else:
-                k = 8 * g
                 store_4(
                     at + u64(512 * g),
                     narrow(sums[k], sums[k + 1]),
@@ -175,7 +196,7 @@ def make(dtype: DType, mode: Mode) -> Any:
     def find_source(
         table, places, source, meta, bases, dynamic, numel, num_tiles, tile, corrupt, corrupt_step
     ):  # fmt: skip
-        """Writes where a source's part of a tile is: its address, of the chunk (0: plain), limit, meta word."""
+        """Writes a source's place: addresses of it, of a tile's chunk (0: plain), of the end; meta word."""
         payload, size, spill = read_entry(table, source)
         at, limit, word = u64(0), u64(0), u32(0)
         if size != u64(0):
@@ -183,6 +204,8 @@ def make(dtype: DType, mode: Mode) -> Any:
                 payload, size, dynamic, KIND, numel, spill, num_tiles * u64(LONGEST_CHUNK)
             )
             word, at, bad = locate(payload, meta, bases, tile, begin, limit)
+            if at < limit:
+                prefetch(at)
             if u32(bad | foreign) != u32(0):
                 store_1(corrupt + u64(source) * corrupt_step, u32(1))
         place = u32(places + u32(source << u32(5)))
@@ -190,15 +213,16 @@ def make(dtype: DType, mode: Mode) -> Any:
         shared_store_4(u32(place + u32(16)), u32(limit), u32(limit >> u64(32)), word, u32(0))
 
     @cuda.jit(device=True, inline="always")
-    def start_codes(place, plane, codes, tile, lane):
-        payload, at = two_addresses(place)
-        if at != u64(0):
+    def start_codes(entry, plane, codes, tile, lane):
+        """Starts to fetch a source's code plane, if it is a payload."""
+        payload, size = two_addresses(entry)
+        if size != u64(0):
             fetch_codes(plane, payload, codes, tile, lane)
 
     @cuda.jit(device=True, inline="always")
-    def start_residuals(place, residuals, residual, tile, lane):
-        payload, at = two_addresses(place)
-        if at != u64(0):
+    def start_residuals(entry, residuals, residual, tile, lane):
+        payload, size = two_addresses(entry)
+        if size != u64(0):
             fetch_residuals(residuals, payload, residual, tile, lane)
 
     @cuda.jit(device=True, inline="always")
@@ -244,14 +268,16 @@ def make(dtype: DType, mode: Mode) -> Any:
         flags, scale = u32(flags), u32(scale)
         wide_target = u32(flags & u32(TARGET_WIDE)) != u32(0)
         if tile < num_tiles:
-            # A lane a source: one wait for all headers and meta words.
+            start_codes(table, planes, codes, tile, lane)
+            end_group()
+            start_residuals(table, residuals, residual, tile, lane)
+            end_group()
+            # A lane a source: one wait for all headers and meta words, and then for all chunks.
             if lane < u32(num_sources):
-                find_source(table, places, lane, meta, bases, dynamic, numel, num_tiles, tile, corrupt, corrupt_step)
+                find_source(
+                    table, places, lane, meta, bases, dynamic, numel, num_tiles, tile, corrupt, corrupt_step
+                )
             cuda.syncwarp()
-            start_codes(places, planes, codes, tile, lane)
-            end_group()
-            start_residuals(places, residuals, residual, tile, lane)
-            end_group()
             for k in range(32):
                 sums[k] = u32(MINUS_ZERO)
             octet = tile * u64(TILE) + u64(u32(lane << u32(3)))  # the lane's first element
@@ -263,10 +289,12 @@ def make(dtype: DType, mode: Mode) -> Any:
             source = u32(0)
             while source < u32(num_sources):
                 place = u32(places + u32(source << u32(5)))
+                entry = u32(table + u32(source << u32(5)))
                 payload, at = two_addresses(place)
-                after = u32(source + u32(1)) < u32(num_sources)
-                if after:
-                    start_codes(u32(place + u32(32)), u32(planes + u32(u32(u32(source + u32(1)) & u32(1)) * u32(4 * CODES))), codes, tile, lane)
+                after = u32(source + u32(1))
+                if after < u32(num_sources):
+                    other = u32(planes + u32(u32(after & u32(1)) * u32(4 * CODES)))
+                    start_codes(u32(entry + u32(32)), other, codes, tile, lane)
                 end_group()
                 if at == u64(0):
                     add_plain(sums, payload + octet * u64(ITEM), False, flags, scale)
@@ -279,21 +307,17 @@ def make(dtype: DType, mode: Mode) -> Any:
                     load_rest(payload, residual, num_tiles, tile, lane, rest)
                     wait_all_but_1()
                     cuda.syncwarp()
-                    for half in range(2):
-                        e0, e1, e2, e3 = load_exponents(mine, half)
-                        a, b, c, d = join_octet(2 * half, e0, e1, residuals, lane, rest)
-                        l0, l1, l2, l3 = load_lows(halves, 2 * half, lane, lows)
-                        add_octet(sums, 2 * half, a, b, c, d, l0, l1, l2, l3, flags, scale)
-                        a, b, c, d = join_octet(2 * half + 1, e2, e3, residuals, lane, rest)
-                        l0, l1, l2, l3 = load_lows(halves, 2 * half + 1, lane, lows)
-                        add_octet(sums, 2 * half + 1, a, b, c, d, l0, l1, l2, l3, flags, scale)
+                    if lows != u32(0):
+                        add_tile(sums, mine, residuals, halves, lane, rest, True, flags, scale)
+                    else:
+                        add_tile(sums, mine, residuals, halves, lane, rest, False, flags, scale)
                     cuda.syncwarp()  # the residuals have been read
                     if bad != u32(0):
                         store_1(corrupt + u64(source) * corrupt_step, u32(1))
-                if after:
-                    start_residuals(u32(place + u32(32)), residuals, residual, tile, lane)
+                if after < u32(num_sources):
+                    start_residuals(u32(entry + u32(32)), residuals, residual, tile, lane)
                 end_group()
-                source = u32(source + u32(1))
+                source = after
             if wide_target:
                 store_sums(sums, target + octet * u64(4), True)
             else:
