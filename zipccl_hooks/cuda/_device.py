@@ -123,8 +123,8 @@ def store_eight(at, w0, w1, w2, w3, w4, w5, w6, w7):
     """Stores 32 bytes of each lane; a whole warp calls it, lane l with the address of those of lane 0 + 32 l.
 
     Lanes 2 i and 2 i + 1 first write the bytes of the one together, then those of the other: sectors of 32
-    bytes as a whole, not 16 bytes of each by two instructions (H200, fp32 holding bf16 values, decode: 2959
-    GB/s, so 2155).
+    bytes as a whole, not 16 bytes of each by two instructions (H200, fp32 holding bf16 values, decode: 2155
+    GB/s, so 2961).
     """
     odd = u32(u32(cuda.threadIdx.x) & u32(1))
     r0, r1, r2, r3 = w4, w5, w6, w7

@@ -6,7 +6,6 @@ from typing import Any
 
 from ..format import GROUP, MODE_SPECS, TILE, DType, Mode, longest_chunk
 from . import ACCUMULATE_WIDE, MAX_SOURCES, SCALED, TARGET_WIDE, THREADS
-from ._device import store_eight
 from ._exponents import STRIDE, WARP_WORDS
 from ._frame import kind_word, read_frame
 from ._jit import (
@@ -23,9 +22,7 @@ from ._jit import (
     prefetch,
     prmt,
     shared_address,
-    shared_load,
     shared_load_4,
-    shared_store,
     shared_store_4,
     store_1,
     store_4,
@@ -46,17 +43,8 @@ MINUS_ZERO = 0x80000000  # the sum of nothing: adding it changes no number, not 
 def write_entry(table, k, address, size, spill):
     """Puts a source into the table, which a loop can index where it cannot index arguments."""
     at = u32(table + u32(32 * k))
-    shared_store(at, u32(address))
-    shared_store(u32(at + u32(4)), u32(address >> u64(32)))
-    shared_store(u32(at + u32(8)), u32(size))
-    shared_store(u32(at + u32(12)), u32(size >> u64(32)))
-    shared_store(u32(at + u32(16)), u32(spill))
-    shared_store(u32(at + u32(20)), u32(spill >> u64(32)))
-
-
-@device
-def table_word(at):
-    return u64(u64(shared_load(at)) | u64(u64(shared_load(u32(at + u32(4)))) << u64(32)))
+    shared_store_4(at, u32(address), u32(address >> u64(32)), u32(size), u32(size >> u64(32)))
+    shared_store_4(u32(at + u32(16)), u32(spill), u32(spill >> u64(32)), u32(0), u32(0))
 
 
 @device
@@ -68,7 +56,9 @@ def two_addresses(at):
 @device
 def read_entry(table, source):
     at = u32(table + u32(source << u32(5)))
-    return table_word(at), table_word(u32(at + u32(8))), table_word(u32(at + u32(16)))
+    address, size = two_addresses(at)
+    spill, _ = two_addresses(u32(at + u32(16)))
+    return address, size, spill
 
 
 def make(dtype: DType, mode: Mode) -> Any:
@@ -170,20 +160,12 @@ def make(dtype: DType, mode: Mode) -> Any:
     @cuda.jit(device=True, inline="always")
     def store_sums(sums, at, wide):
         for g in range(4):
-            k = 8 * g
             if LOW or wide:
-                store_eight(
-                    at + u64(1024 * g),
-                    sums[k],
-                    sums[k + 1],
-                    sums[k + 2],
-                    sums[k + 3],
-                    sums[k + 4],
-                    sums[k + 5],
-                    sums[k + 6],
-                    sums[k + 7],
-                )
+                for h in range(2):
+                    k = 8 * g + 4 * h
+                    store_4(at + u64(1024 * g + 16 * h), sums[k], sums[k + 1], sums[k + 2], sums[k + 3])
             else:
+                k = 8 * g
                 store_4(
                     at + u64(512 * g),
                     narrow(sums[k], sums[k + 1]),
@@ -248,15 +230,24 @@ def make(dtype: DType, mode: Mode) -> Any:
         mine = u32(start + u32(u32(cuda.threadIdx.x) * u32(4 * STRIDE)))
         places = u32(start + u32(4 * PLACES) + u32(warp * u32(32 * MAX_SOURCES)))
         table = u32(start + u32(4 * TABLE))
-        if cuda.threadIdx.x == 0:
-            write_entry(table, 0, a0, n0, m0)
-            write_entry(table, 1, a1, n1, m1)
-            write_entry(table, 2, a2, n2, m2)
-            write_entry(table, 3, a3, n3, m3)
-            write_entry(table, 4, a4, n4, m4)
-            write_entry(table, 5, a5, n5, m5)
-            write_entry(table, 6, a6, n6, m6)
-            write_entry(table, 7, a7, n7, m7)
+        # A warp a source: one lane for all of them takes long enough to be seen.
+        if lane == u32(0):
+            if warp == u32(0):
+                write_entry(table, 0, a0, n0, m0)
+            elif warp == u32(1):
+                write_entry(table, 1, a1, n1, m1)
+            elif warp == u32(2):
+                write_entry(table, 2, a2, n2, m2)
+            elif warp == u32(3):
+                write_entry(table, 3, a3, n3, m3)
+            elif warp == u32(4):
+                write_entry(table, 4, a4, n4, m4)
+            elif warp == u32(5):
+                write_entry(table, 5, a5, n5, m5)
+            elif warp == u32(6):
+                write_entry(table, 6, a6, n6, m6)
+            elif warp == u32(7):
+                write_entry(table, 7, a7, n7, m7)
         cuda.syncthreads()
         planes = u32(start + u32(4 * WARP_WORDS * GROUP) + u32(warp * u32(8 * CODES)))
         residuals = u32(start + u32(4 * (WARP_WORDS + 2 * CODES) * GROUP) + u32(warp * u32(4 * RESIDUALS)))
@@ -282,7 +273,7 @@ def make(dtype: DType, mode: Mode) -> Any:
                 sums[k] = u32(MINUS_ZERO)
             octet = tile * u64(TILE) + u64(u32(lane << u32(3)))  # the lane's first element
             if first != u64(0):
-                if u32(flags & u32(ACCUMULATE_WIDE)) != u32(0):
+                if LOW or u32(flags & u32(ACCUMULATE_WIDE)) != u32(0):
                     add_plain(sums, first + octet * u64(4), True, u32(0), scale)
                 else:
                     add_plain(sums, first + octet * u64(ITEM), False, u32(0), scale)
@@ -318,7 +309,7 @@ def make(dtype: DType, mode: Mode) -> Any:
                     start_residuals(u32(entry + u32(32)), residuals, residual, tile, lane)
                 end_group()
                 source = after
-            if wide_target:
+            if LOW or wide_target:
                 store_sums(sums, target + octet * u64(4), True)
             else:
                 store_sums(sums, target + octet * u64(ITEM), False)
