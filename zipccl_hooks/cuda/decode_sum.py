@@ -230,7 +230,6 @@ def make(dtype: DType, mode: Mode) -> Any:
         mine = u32(start + u32(u32(cuda.threadIdx.x) * u32(4 * STRIDE)))
         places = u32(start + u32(4 * PLACES) + u32(warp * u32(32 * MAX_SOURCES)))
         table = u32(start + u32(4 * TABLE))
-        # A warp a source: one lane for all of them takes long enough to be seen.
         if lane == u32(0):
             if warp == u32(0):
                 write_entry(table, 0, a0, n0, m0)

@@ -17,14 +17,10 @@ from ..format import (
     planes,
 )
 from ._device import (
-    EVEN,
     K0F,
     K01,
-    K1F,
     K7F,
     K80,
-    KFE,
-    ODD,
     below,
     eight_bits,
     inclusive_sum,
@@ -40,8 +36,6 @@ from ._jit import (
     divide,
     dp4a,
     increment,
-    load_2,
-    load_4_ordered,
     load_state,
     lowest,
     popc,
@@ -56,16 +50,16 @@ from ._jit import (
     shared_store_byte,
     shuffle,
     store_1,
-    store_2,
     store_byte,
     take,
     u32,
     u64,
     warp_sum,
 )  # fmt: skip
-from ._low_bits import choose_width, load_lows, write_low
+from ._low_bits import choose_width, write_low
 from ._planes import quads_of_field
 from ._scan import AGGREGATE, INCLUSIVE, load_epoch, look_back, publish
+from ._split import make_loader
 
 LINE = 128  # bytes that a prefetch fetches
 STRIDE = 9  # words between the exponents of two lanes in shared memory: odd, so that no banks collide
@@ -79,8 +73,6 @@ SIZES = SHARED * GROUP
 NOTES, OLD_SIZE = SIZES + 2 * GROUP, SIZES + 2 * GROUP + 4 * GROUP
 TICKET, BASE, EPOCH = OLD_SIZE + 1, OLD_SIZE + 2, OLD_SIZE + 3
 SHARED_WORDS = OLD_SIZE + 4
-
-SIGNS = u32(0xFDB9)  # prmt: the sign bits of the four halves of two registers, as bytes 0 or 255
 
 # Rank of exponent (top + 2 - u), u = 0..15, in mode dense: bytes of four registers; 15 where it has none.
 _RANK_OF = {d + 2: r for r, d in enumerate(MODE_SPECS[Mode.DENSE].order)}
@@ -122,6 +114,7 @@ def make(dtype: DType, mode: Mode) -> Any:
     FAST = mode == Mode.FAST
     KIND = kind_word(dtype, mode)
     UNIT = 4 if LOW else 1
+    load_tile = make_loader(dtype)
     # The tile that this warp takes next, or another then, comes to L2 while this one is coded. H200, 1 GiB,
     # GB/s without and with: bf16 fast 2081, 2195, dense 1343, 1304; fp16 1870, 1836; fp32 2685, 2184.
     PREFETCHED = FAST and dtype.name == "bfloat16"
@@ -166,54 +159,6 @@ def make(dtype: DType, mode: Mode) -> Any:
         symbol = u32(rank - u32(rank_base * K01))
         f = u32(K01 ^ below(symbol, u32(3)))
         return u32(u32(symbol & u32(0x03030303)) | u32(f * u32(3))), f
-
-    @cuda.jit(device=True, inline="always")
-    def load_tile(at, lane, residual_0, residual_1, exponents, lows):
-        """Loads a lane's elements, stores their residual planes, leaves exponents and low halves."""
-        rest = cuda.local.array(8, u32)
-        loaded = cuda.local.array(16, u32)
-        if ITEM == 2:
-            # All loads first: left to itself the compiler waits for two of them before it issues the other
-            # two (H200, bf16 fast, 1 GiB: 1922 GB/s, so 1979).
-            for g in range(4):
-                a, b, c, d = load_4_ordered(at + u64(512 * g) + u64(lane) * u64(16))
-                loaded[4 * g], loaded[4 * g + 1], loaded[4 * g + 2], loaded[4 * g + 3] = a, b, c, d
-        for g in range(4):
-            if ITEM == 1:
-                a, b = load_2(at + u64(256 * g) + u64(lane) * u64(8))
-                a = select_bits(KFE, u32(a << u32(1)), u32(a >> u32(7)))
-                b = select_bits(KFE, u32(b << u32(1)), u32(b >> u32(7)))
-                mask = u32(u32((1 << EXPONENT_BITS) - 1) * K01)
-                exponents[2 * g] = u32(u32(a >> u32(RESIDUAL_BITS)) & mask)
-                exponents[2 * g + 1] = u32(u32(b >> u32(RESIDUAL_BITS)) & mask)
-                rest[2 * g] = a
-                rest[2 * g + 1] = b
-            else:
-                if LOW:
-                    a, b, c, d = load_lows(at + u64(1024 * g) + u64(lane) * u64(32), g, lows)
-                else:
-                    a, b, c, d = loaded[4 * g], loaded[4 * g + 1], loaded[4 * g + 2], loaded[4 * g + 3]
-                a1, b1, c1, d1 = u32(a << u32(1)), u32(b << u32(1)), u32(c << u32(1)), u32(d << u32(1))
-                store_2(
-                    residual_0 + u64(256 * g) + u64(lane) * u64(8),
-                    select_bits(KFE, prmt(a1, b1, EVEN), prmt(a, b, SIGNS)),
-                    select_bits(KFE, prmt(c1, d1, EVEN), prmt(c, d, SIGNS)),
-                )
-                high_0, high_1 = prmt(a1, b1, ODD), prmt(c1, d1, ODD)
-                if EXPONENT_BITS == 8:
-                    exponents[2 * g] = high_0
-                    exponents[2 * g + 1] = high_1
-                else:
-                    exponents[2 * g] = u32(u32(high_0 >> u32(3)) & K1F)
-                    exponents[2 * g + 1] = u32(u32(high_1 >> u32(3)) & K1F)
-                    rest[2 * g] = high_0
-                    rest[2 * g + 1] = high_1
-        if EXPONENT_BITS != 8:
-            width = 3 if ITEM == 2 else RESIDUAL_BITS
-            words = cuda.local.array(4, u32)
-            quads_of_field(rest, 0, width, words)
-            for w in range(width):
-                store_1(residual_1 + u64(128 * w) + u64(lane) * u64(4), plane_word(words, width, w))
 
     @cuda.jit(device=True, inline="always")
     def find_top(exponents):
