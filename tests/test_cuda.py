@@ -8,9 +8,10 @@ import torch
 from corpus import CODED, STORED, bits, corpus, known, name_of
 from torch import Tensor
 
-from zipccl_hooks import decode, encode, ops, reference
+from zipccl_hooks import decode, encode, ops, reference, rests
+from zipccl_hooks.cuda import ENTRY_BYTES, launch, program
 from zipccl_hooks.errors import CorruptPayload
-from zipccl_hooks.format import TILE, Mode
+from zipccl_hooks.format import TILE, Header, Mode
 
 pytestmark = pytest.mark.gpu
 MODES = pytest.mark.parametrize("mode", [Mode.FAST, Mode.DENSE], ids=["fast", "dense"])
@@ -151,6 +152,57 @@ def test_decode_sum_names_the_corrupt_source() -> None:
     with pytest.raises(CorruptPayload) as raised:
         ops.decode_sum_out([*sources[:2], sources[2][:500]], wire_mode=Mode.FAST, out=out)
     assert raised.value.peer == 2
+
+
+def start(kernel: launch.Launch) -> None:
+    steps = program.Program()
+    steps.launch(kernel, torch.cuda.current_stream().cuda_stream)
+    steps.run()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
+def test_what_found_no_room_follows(dtype: torch.dtype) -> None:
+    """stamp and rest beside an exchange that carried half of the dynamic part; this test is the peer."""
+    x = torch.randint(256, (64 * TILE * dtype.itemsize,), dtype=torch.uint8, device="cuda").view(dtype)
+    payload = ops.encode(x, Mode.FAST)
+    header = Header.read(payload)
+    lay, size = header.layout, header.dynamic_bytes
+    carried, stage = size // 8 * 4, size // 32 * 4
+    exchanged = lay.static_bytes + carried
+    spill = poisoned(lay.max_dynamic_bytes)
+    table = torch.zeros(ENTRY_BYTES // 8, dtype=torch.int64).pin_memory()
+    words = torch.zeros(8, dtype=torch.int64).pin_memory()  # control (4), rate (1), wants (2)
+    staging = torch.zeros(2, stage, dtype=torch.uint8).pin_memory()
+    control = words.numpy()
+    table[:4] = torch.tensor([payload.data_ptr(), lay.static_bytes, exchanged, lay.num_tiles])
+    start(launch.stamping(0, table.data_ptr(), 1))
+    received = payload[:exchanged].clone()
+    table[4:] = torch.tensor(
+        [received.data_ptr(), lay.static_bytes, exchanged, lay.num_tiles, spill.data_ptr(), len(spill)]
+    )
+    at = words.data_ptr()
+    start(launch.resting(0, table.data_ptr(), 1, at, at + 32, at + 40, staging.data_ptr(), stage, 7, 1))
+    rounds = -(-(size - carried) // stage)
+    for turn in range(1, rounds + 1):
+        while control[rests.REQUEST] != 7 << 16 | turn:
+            pass
+        staging[1] = staging[0]
+        control[rests.REPLY] = 7 << 16 | turn
+    torch.cuda.synchronize()
+    assert control[rests.DONE] == 7 and words[4] == -(-16 * size // lay.num_tiles)
+    assert words[5:7].tolist() == [size - carried] * 2
+    assert torch.equal(spill[:size], payload[lay.static_bytes :])
+    out = torch.empty_like(x)
+    flag, moved = launch.corrupt_flag(0).data_ptr(), spill.data_ptr()
+    start(launch.decoding(lay, 0, received.data_ptr(), exchanged, out.data_ptr(), flag, moved))
+    assert same(out, x)
+    own = gaussian(x.numel(), dtype)
+    expected = torch.empty_like(own)
+    ops.decode_sum_out([own, payload], wire_mode=1, out=expected)
+    terms = [(own.data_ptr(), 0), (received.data_ptr(), exchanged)]
+    for kernel in launch.summing(lay, 0, terms, [0, moved], 1.0, 0, out.data_ptr(), 0, flag, 0):
+        start(kernel)
+    assert same(out, expected) and not launch.corrupt_flag(0).item()
 
 
 @MODES

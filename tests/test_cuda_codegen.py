@@ -49,5 +49,5 @@ def test_ptx(
     (kept,) = (tmp_path / "zipccl_hooks").iterdir()
     kept.write_text("kept")
     assert launch.compiled_ptx(kind, dtype, mode, capability) == "kept"
-    registers = {"encode": (40, 64), "decode": (40, 64), "decode_sum": (80, 128)}[kind][dtype == "float32"]
+    registers = launch.MAX_REGISTERS[kind][dtype != "float32"]
     assert f".maxnreg {registers}\n" in text

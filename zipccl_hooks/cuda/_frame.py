@@ -14,10 +14,11 @@ def kind_word(dtype: DType, mode: Mode) -> int:
 
 @device
 def read_frame(payload, payload_bytes, dynamic, kind, numel, spill, spill_bytes):
-    """(address of the dynamic part, its size, 1 if this is another kind of payload or does not fit).
+    """(address of the dynamic part, of its end, 1 if this is another kind of payload or does not fit).
 
     It stands in the payload of payload_bytes, at offset ``dynamic``; if the header says that it was moved,
-    in the spill area (rest.py), if there is one.
+    in the spill area (rest.py), if there is one. Groups fill words, so the end is cut to whole ones: whoever
+    stays below it may read words.
     """
     magic, found = load_2(payload)
     numel_low, numel_high = load_2(payload + u64(8))
@@ -33,7 +34,7 @@ def read_frame(payload, payload_bytes, dynamic, kind, numel, spill, spill_bytes)
         foreign = u32(1)
     if foreign != u32(0):
         dynamic_bytes = room
-    return start, dynamic_bytes, foreign
+    return start, start + (dynamic_bytes & u64(0xFFFFFFFFFFFFFFFC)), foreign
 
 
 @device

@@ -73,6 +73,11 @@ select_bits = ptx("lop3.b32 $0, $1, $2, $3, 0xCA;", (u32, u32, u32), u32)  # mas
 divide = ptx("div.u32 $0, $1, $2;", (u32, u32), u32)
 popc = ptx("popc.b32 $0, $1;", (u32,), u32)
 lowest = ptx("{ .reg .b32 t; brev.b32 t, $1; clz.b32 $0, t; }", (u32,), u32)  # index of the lowest set bit
+reverse = ptx("brev.b32 $0, $1;", (u32,), u32)
+leading_zeros = ptx("bfind.shiftamt.u32 $0, $1;", (u32,), u32)  # of a number that is not 0
+shift_pair = ptx(
+    "shf.r.wrap.b32 $0, $1, $2, $3;", (u32, u32, u32), u32
+)  # 32 bits of (low, high), from bit $3 % 32
 
 
 def _float_op(instruction: str, num_arguments: int) -> Any:
@@ -112,6 +117,7 @@ scan_1, scan_2, scan_4, scan_8, scan_16 = (  # one step of a prefix sum: adds th
     for k in (1, 2, 4, 8, 16)
 )
 shuffle = ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", (u32, u32), u32, memory=True)
+shuffle_pair = ptx("shfl.sync.bfly.b32 $0, $1, 1, 31, 0xffffffff;", (u32,), u32, memory=True)  # of lane ^ 1
 ballot = ptx(
     "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }",
     (u32,),
@@ -126,6 +132,7 @@ load_1 = ptx("ld.global.nc.u32 $0, [$1];", (u64,), u32)
 load_byte = ptx("ld.global.nc.u8 $0, [$1];", (u64,), u32)
 # Issued where they stand, and not through the read-only cache: also of tensors that the kernel writes.
 load_4_ordered = ptx("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u64,), u32, u32, u32, u32, memory=True)
+load_2_ordered = ptx("ld.global.L1::no_allocate.v2.u32 {$0,$1}, [$2];", (u64,), u32, u32, memory=True)
 load_1_ordered = ptx("ld.global.u32 $0, [$1];", (u64,), u32, memory=True)
 load_half_ordered = ptx("ld.global.u16 $0, [$1];", (u64,), u32, memory=True)
 store_4 = ptx("st.global.v4.u32 [$0], {$1,$2,$3,$4};", (u64, u32, u32, u32, u32), memory=True)
@@ -140,6 +147,8 @@ increment = ptx(
     "atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;", (u64, u32), u32, memory=True
 )  # wraps after $2
 
+prefetch = ptx("prefetch.global.L2 [$0];", (u64,), memory=True)
+
 # Host memory that the device sees, shared with a thread of the host.
 load_system = ptx("ld.relaxed.sys.global.u64 $0, [$1];", (u64,), u64, memory=True)
 load_system_1 = ptx("ld.relaxed.sys.global.u32 $0, [$1];", (u64,), u32, memory=True)
@@ -149,13 +158,22 @@ nanosleep = ptx("nanosleep.u32 $0;", (u32,), memory=True)
 
 # Shared memory, by its own 32-bit addresses.
 shared_load = ptx("ld.shared.u32 $0, [$1];", (u32,), u32, memory=True)
+shared_load_2 = ptx("ld.shared.v2.u32 {$0,$1}, [$2];", (u32,), u32, u32, memory=True)
 shared_load_byte = ptx("ld.shared.u8 $0, [$1];", (u32,), u32, memory=True)
+shared_load_4 = ptx("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", (u32,), u32, u32, u32, u32, memory=True)
+shared_store_4 = ptx("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", (u32, u32, u32, u32, u32), memory=True)
 shared_store = ptx("st.shared.u32 [$0], $1;", (u32, u32), memory=True)
 shared_load_half = ptx("ld.shared.u16 $0, [$1];", (u32,), u32, memory=True)
 shared_store_half = ptx("st.shared.u16 [$0], $1;", (u32, u32), memory=True)
 shared_store_byte = ptx("st.shared.u8 [$0], $1;", (u32, u32), memory=True)
 shared_max = ptx("red.shared.max.u32 [$0], $1;", (u32, u32), memory=True)
 shared_or = ptx("red.shared.or.b32 [$0], $1;", (u32, u32), memory=True)
+# 16 bytes from global memory, without a register in between; groups of them are awaited in order.
+copy_async = ptx("cp.async.cg.shared.global [$0], [$1], 16;", (u32, u64), memory=True)
+end_group = ptx("cp.async.commit_group;", (), memory=True)
+wait_all, wait_all_but_1, wait_all_but_2 = (
+    ptx(f"cp.async.wait_group {k};", (), memory=True) for k in (0, 1, 2)
+)
 _to_shared = ptx("{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }", (u64,), u32)
 
 

@@ -8,8 +8,24 @@ from __future__ import annotations
 
 from ..format import LOW_BITS, TILE
 from ._device import EVEN, inclusive_sum, plane_word
-from ._jit import cuda, device, load_1, load_4_cached, popc, prmt, shuffle, store_1, u32, u64, warp_sum
+from ._jit import (
+    cuda,
+    device,
+    load_1,
+    load_4_cached,
+    popc,
+    prmt,
+    shared_store,
+    shared_store_half,
+    shuffle,
+    store_1,
+    u32,
+    u64,
+    warp_sum,
+)  # fmt: skip
 from ._planes import add_words, load_words, quads_of_field
+
+LOWS_WORDS = TILE // 2  # of shared memory, for a warp's lows
 
 
 @device
@@ -118,8 +134,9 @@ def write_low(lane, source, width, num_bytes, at):
 
 
 @device
-def load_low(lane, width, at, lows):
-    """The lows of a lane from their planes."""
+def load_low(lane, width, at, halves):
+    """Puts a lane's lows, from their planes, into its words of shared memory: number k at halves + 128 k."""
+    lows = cuda.local.array(16, u32)
     quads, words = cuda.local.array(8, u32), cuda.local.array(4, u32)
     for k in range(16):
         lows[k] = u32(0)
@@ -154,3 +171,24 @@ def load_low(lane, width, at, lows):
         position += u64(u32(plane << u32(7)))
         shift = u32(shift + plane)
         left = u32(left - plane)
+    for k in range(16):
+        shared_store(u32(halves + u32(128 * k)), lows[k])
+
+
+@device
+def patch_lows(lane, escapes, entries, start):
+    """Puts low bits that are escapes in their places in a warp's lows, at start; 1 if one has no place."""
+    bad, e = u32(0), lane
+    cuda.syncwarp()
+    while e < escapes:
+        entry = load_1(entries + u64(e) * u64(4))
+        place = u32(entry >> u32(16))
+        if place < u32(TILE):
+            word = u32(u32(u32(place >> u32(8)) << u32(2)) | u32(u32(place >> u32(1)) & u32(3)))
+            at = u32(start + u32(word << u32(7)) + u32(u32(u32(place >> u32(3)) & u32(31)) << u32(2)))
+            shared_store_half(u32(at + u32(u32(place & u32(1)) << u32(1))), u32(entry & u32(0xFFFF)))
+        else:
+            bad = u32(1)
+        e = u32(e + u32(32))
+    cuda.syncwarp()
+    return bad

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..format import GROUP, TILE, DType, Mode, longest_chunk
+from ..format import GROUP, MODE_SPECS, TILE, DType, Mode, longest_chunk
 from . import THREADS
-from ._exponents import WARP_WORDS
+from ._device import store_eight
+from ._exponents import STRIDE, WARP_WORDS
 from ._frame import kind_word, read_frame
 from ._jit import (
     cuda,
-    load_1,
+    end_group,
     load_byte,
     prmt,
     shared_address,
@@ -18,13 +19,24 @@ from ._jit import (
     store_2,
     store_4,
     store_byte,
-    store_half,
     u32,
     u64,
+    wait_all,
 )  # fmt: skip
+from ._low_bits import LOWS_WORDS
 from ._tile import make_tile_decoder
 
-SHARED_WORDS = WARP_WORDS * GROUP
+LOWER, UPPER = u32(0x5410), u32(0x7632)  # prmt: lower or upper halves of two registers
+
+
+def places(dtype: DType, mode: Mode) -> tuple[int, int, int]:
+    """Words of shared memory: of a warp for a tile's static part, for its low halves; of a block in all.
+
+    Behind the exponents of eight warps.
+    """
+    stage = TILE // 32 * (MODE_SPECS[mode].code_bits + (8 if dtype.itemsize > 1 else 0))
+    lows = LOWS_WORDS if dtype.low_bits else 0
+    return stage, lows, (WARP_WORDS + stage + lows) * GROUP
 
 
 def make(dtype: DType, mode: Mode) -> Any:
@@ -42,21 +54,34 @@ def make(dtype: DType, mode: Mode) -> Any:
     """
     ITEM, LOW, KIND = dtype.itemsize, dtype.low_bits, kind_word(dtype, mode)
     LONGEST_CHUNK = longest_chunk(dtype, mode)
-    decode_tile, join_octet = make_tile_decoder(dtype, mode)
+    fetch_codes, fetch_residuals, locate, decode_tile, load_rest, load_exponents, join_octet, load_lows = (
+        make_tile_decoder(dtype, mode)
+    )
+    CODE_BYTES = TILE // 8 * MODE_SPECS[mode].code_bits
+    STAGE, LOWS, SHARED_WORDS = places(dtype, mode)
 
     @cuda.jit(device=True, inline="always")
-    def store_octet(at, g, a, b, c, d, lows):
+    def store_octet(at, a, b, c, d, l0, l1, l2, l3):
         """Writes the eight elements whose upper halves are a to d; of fp8, the two quads a and b."""
         if ITEM == 1:
             store_2(at, a, b)
         elif LOW:
-            l0, l1, l2, l3 = lows[4 * g], lows[4 * g + 1], lows[4 * g + 2], lows[4 * g + 3]
-            store_4(at, prmt(l0, a, u32(0x5410)), prmt(l0, a, u32(0x7632)),
-                    prmt(l1, b, u32(0x5410)), prmt(l1, b, u32(0x7632)))  # fmt: skip
-            store_4(at + u64(16), prmt(l2, c, u32(0x5410)), prmt(l2, c, u32(0x7632)),
-                    prmt(l3, d, u32(0x5410)), prmt(l3, d, u32(0x7632)))  # fmt: skip
+            w0, w1, w2, w3 = prmt(l0, a, LOWER), prmt(l0, a, UPPER), prmt(l1, b, LOWER), prmt(l1, b, UPPER)
+            w4, w5, w6, w7 = prmt(l2, c, LOWER), prmt(l2, c, UPPER), prmt(l3, d, LOWER), prmt(l3, d, UPPER)
+            store_eight(at, w0, w1, w2, w3, w4, w5, w6, w7)
         else:
             store_4(at, a, b, c, d)
+
+    @cuda.jit(device=True, inline="always")
+    def store_tile(target, mine, residuals, halves, lane, rest, lows):
+        for half in range(2):
+            e0, e1, e2, e3 = load_exponents(mine, half)
+            a, b, c, d = join_octet(2 * half, e0, e1, residuals, lane, rest)
+            l0, l1, l2, l3 = load_lows(halves, 2 * half, lane, lows)
+            store_octet(target + u64(512 * ITEM * half), a, b, c, d, l0, l1, l2, l3)
+            a, b, c, d = join_octet(2 * half + 1, e2, e3, residuals, lane, rest)
+            l0, l1, l2, l3 = load_lows(halves, 2 * half + 1, lane, lows)
+            store_octet(target + u64(512 * ITEM * half + 256 * ITEM), a, b, c, d, l0, l1, l2, l3)
 
     def kernel(
         payload, payload_bytes, meta, bases, codes, residual, tail, dynamic, out, numel, corrupt, spill
@@ -66,33 +91,33 @@ def make(dtype: DType, mode: Mode) -> Any:
         num_tiles = u64(numel >> u64(10))
         tile = u64(u64(cuda.blockIdx.x) * u64(GROUP) + u64(warp))
         shared = cuda.shared.array(SHARED_WORDS, u32)
-        base = u32(shared_address(shared) + u32(warp * u32(4 * WARP_WORDS)))
-        quads, lows, rest = cuda.local.array(8, u32), cuda.local.array(16, u32), cuda.local.array(8, u32)
-        start, dynamic_bytes, foreign = read_frame(
+        begin = shared_address(shared)
+        mine = u32(begin + u32(u32(cuda.threadIdx.x) * u32(4 * STRIDE)))
+        stage = u32(begin + u32(4 * WARP_WORDS * GROUP) + u32(warp * u32(4 * STAGE)))
+        residuals = u32(stage + u32(CODE_BYTES))
+        halves = u32(begin + u32(4 * (WARP_WORDS + STAGE) * GROUP) + u32(warp * u32(4 * LOWS)))
+        rest = cuda.local.array(8, u32)
+        if tile < num_tiles:
+            fetch_codes(stage, payload, codes, tile, lane)
+            fetch_residuals(residuals, payload, residual, tile, lane)
+            end_group()
+        start, limit, foreign = read_frame(
             payload, payload_bytes, dynamic, KIND, numel, spill, num_tiles * u64(LONGEST_CHUNK)
         )
         if foreign != u32(0):
             store_1(corrupt, u32(1))
         if tile < num_tiles:
-            bad, escapes, entries = decode_tile(
-                base, lane, payload, meta, bases, codes, residual, start, dynamic_bytes, num_tiles, tile,
-                quads, lows, rest,
-            )  # fmt: skip
-            target = out + tile * u64(TILE * ITEM)
-            for g in range(4):
-                a, b, c, d = join_octet(payload, residual, tile, g, lane, quads, rest)
-                store_octet(target + u64(256 * ITEM * g) + u64(lane) * u64(8 * ITEM), g, a, b, c, d, lows)
-            if LOW:
-                cuda.syncwarp()
-                k = lane
-                while k < escapes:
-                    entry = load_1(entries + u64(k) * u64(4))
-                    place = u32(entry >> u32(16))
-                    if place < u32(TILE):
-                        store_half(target + u64(place) * u64(4), u32(entry & u32(0xFFFF)))
-                    else:
-                        bad = u32(1)
-                    k = u32(k + u32(32))
+            word, at, outside = locate(payload, meta, bases, tile, start, limit)
+            wait_all()
+            cuda.syncwarp()
+            bad, lows = decode_tile(mine, stage, lane, word, at, limit, halves)
+            bad = u32(bad | outside)
+            load_rest(payload, residual, num_tiles, tile, lane, rest)
+            target = out + tile * u64(TILE * ITEM) + u64(lane) * u64(8 * ITEM)
+            if lows != u32(0):
+                store_tile(target, mine, residuals, halves, lane, rest, True)
+            else:
+                store_tile(target, mine, residuals, halves, lane, rest, False)
             if bad != u32(0):
                 store_1(corrupt, u32(1))
         if cuda.blockIdx.x == cuda.gridDim.x - 1:

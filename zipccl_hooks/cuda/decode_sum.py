@@ -4,60 +4,61 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..format import GROUP, TILE, DType, Mode, longest_chunk
+from ..format import GROUP, MODE_SPECS, TILE, DType, Mode, longest_chunk
 from . import ACCUMULATE_WIDE, MAX_SOURCES, SCALED, TARGET_WIDE, THREADS
-from ._exponents import PLACES, WARP_WORDS
+from ._exponents import STRIDE, WARP_WORDS
 from ._frame import kind_word, read_frame
 from ._jit import (
     add_f32,
     cuda,
     device,
-    load_1,
+    end_group,
     load_1_ordered,
     load_4_ordered,
     load_half_ordered,
     multiply_f32,
     pack_bf16,
     pack_f16,
+    prefetch,
     prmt,
     shared_address,
-    shared_load,
-    shared_store,
-    shared_store_half,
+    shared_load_4,
+    shared_store_4,
     store_1,
     store_4,
     store_half,
     u32,
     u64,
     unpack_f16,
+    wait_all_but_1,
+    wait_all_but_2,
 )  # fmt: skip
+from ._low_bits import LOWS_WORDS
 from ._tile import make_tile_decoder
 
-SHARED_WORDS = WARP_WORDS * GROUP + 6 * MAX_SOURCES  # of eight warps, then the table of sources
 MINUS_ZERO = 0x80000000  # the sum of nothing: adding it changes no number, not even -0.0
 
 
 @device
 def write_entry(table, k, address, size, spill):
     """Puts a source into the table, which a loop can index where it cannot index arguments."""
-    at = u32(table + u32(24 * k))
-    shared_store(at, u32(address))
-    shared_store(u32(at + u32(4)), u32(address >> u64(32)))
-    shared_store(u32(at + u32(8)), u32(size))
-    shared_store(u32(at + u32(12)), u32(size >> u64(32)))
-    shared_store(u32(at + u32(16)), u32(spill))
-    shared_store(u32(at + u32(20)), u32(spill >> u64(32)))
+    at = u32(table + u32(32 * k))
+    shared_store_4(at, u32(address), u32(address >> u64(32)), u32(size), u32(size >> u64(32)))
+    shared_store_4(u32(at + u32(16)), u32(spill), u32(spill >> u64(32)), u32(0), u32(0))
 
 
 @device
-def table_word(at):
-    return u64(u64(shared_load(at)) | u64(u64(shared_load(u32(at + u32(4)))) << u64(32)))
+def two_addresses(at):
+    w0, w1, w2, w3 = shared_load_4(at)
+    return u64(u64(w0) | u64(u64(w1) << u64(32))), u64(u64(w2) | u64(u64(w3) << u64(32)))
 
 
 @device
 def read_entry(table, source):
-    at = u32(table + u32(source * u32(24)))
-    return table_word(at), table_word(u32(at + u32(8))), table_word(u32(at + u32(16)))
+    at = u32(table + u32(source << u32(5)))
+    address, size = two_addresses(at)
+    spill, _ = two_addresses(u32(at + u32(16)))
+    return address, size, spill
 
 
 def make(dtype: DType, mode: Mode) -> Any:
@@ -81,7 +82,16 @@ def make(dtype: DType, mode: Mode) -> Any:
     ITEM, LOW, KIND = dtype.itemsize, dtype.low_bits, kind_word(dtype, mode)
     LONGEST_CHUNK = longest_chunk(dtype, mode)
     FP16 = dtype.name == "float16"
-    decode_tile, join_octet = make_tile_decoder(dtype, mode)
+    fetch_codes, fetch_residuals, locate, decode_tile, load_rest, load_exponents, join_octet, load_lows = (
+        make_tile_decoder(dtype, mode)
+    )
+    # Words of shared memory: of eight warps the exponents, two code planes, a residual plane, low halves, and
+    # where a warp finds the sources' chunks, eight words a source; the table of sources, likewise.
+    CODES = TILE // 32 * MODE_SPECS[mode].code_bits
+    RESIDUALS, LOWS = TILE // 4, LOWS_WORDS if LOW else 0
+    PLACES = (WARP_WORDS + 2 * CODES + RESIDUALS + LOWS) * GROUP
+    TABLE = PLACES + 8 * MAX_SOURCES * GROUP
+    SHARED_WORDS = TABLE + 8 * MAX_SOURCES
 
     @cuda.jit(device=True, inline="always")
     def widen(pair):
@@ -97,33 +107,43 @@ def make(dtype: DType, mode: Mode) -> Any:
         return pack_bf16(low, high)
 
     @cuda.jit(device=True, inline="always")
-    def add_two(sums, k, low, high, flags, scale):
-        """Adds elements k and k + 1 of a lane, given as fp32, times the scale."""
+    def add_four(sums, k, w0, w1, w2, w3, flags, scale):
+        """Adds elements k to k + 3 of a lane, given as fp32, times the scale."""
         if u32(flags & u32(SCALED)) != u32(0):
-            low, high = multiply_f32(low, scale), multiply_f32(high, scale)
+            w0, w1 = multiply_f32(w0, scale), multiply_f32(w1, scale)
+            w2, w3 = multiply_f32(w2, scale), multiply_f32(w3, scale)
             if not LOW:
-                low, high = widen(narrow(low, high))
-        sums[k] = add_f32(sums[k], low)
-        sums[k + 1] = add_f32(sums[k + 1], high)
+                w0, w1 = widen(narrow(w0, w1))
+                w2, w3 = widen(narrow(w2, w3))
+        sums[k], sums[k + 1] = add_f32(sums[k], w0), add_f32(sums[k + 1], w1)
+        sums[k + 2], sums[k + 3] = add_f32(sums[k + 2], w2), add_f32(sums[k + 3], w3)
 
     @cuda.jit(device=True, inline="always")
-    def add_pair(sums, k, pair, low_halves, flags, scale):
-        """Adds elements k and k + 1; of fp32, ``pair`` holds the upper halves."""
+    def to_f32(pair, low_halves):
+        """The two fp32 numbers of a register of two elements, of fp32 their upper halves."""
         if LOW:
-            low, high = prmt(low_halves, pair, u32(0x5410)), prmt(low_halves, pair, u32(0x7632))
-        else:
-            low, high = widen(pair)
-        add_two(sums, k, low, high, flags, scale)
+            return prmt(low_halves, pair, u32(0x5410)), prmt(low_halves, pair, u32(0x7632))
+        return widen(pair)
 
     @cuda.jit(device=True, inline="always")
-    def add_octet(sums, g, a, b, c, d, lows, flags, scale):
-        l0, l1, l2, l3 = u32(0), u32(0), u32(0), u32(0)
-        if LOW:
-            l0, l1, l2, l3 = lows[4 * g], lows[4 * g + 1], lows[4 * g + 2], lows[4 * g + 3]
-        add_pair(sums, 8 * g, a, l0, flags, scale)
-        add_pair(sums, 8 * g + 2, b, l1, flags, scale)
-        add_pair(sums, 8 * g + 4, c, l2, flags, scale)
-        add_pair(sums, 8 * g + 6, d, l3, flags, scale)
+    def add_octet(sums, g, a, b, c, d, l0, l1, l2, l3, flags, scale):
+        w0, w1 = to_f32(a, l0)
+        w2, w3 = to_f32(b, l1)
+        add_four(sums, 8 * g, w0, w1, w2, w3, flags, scale)
+        w0, w1 = to_f32(c, l2)
+        w2, w3 = to_f32(d, l3)
+        add_four(sums, 8 * g + 4, w0, w1, w2, w3, flags, scale)
+
+    @cuda.jit(device=True, inline="always")
+    def add_tile(sums, mine, residuals, halves, lane, rest, lows, flags, scale):
+        for half in range(2):
+            e0, e1, e2, e3 = load_exponents(mine, half)
+            a, b, c, d = join_octet(2 * half, e0, e1, residuals, lane, rest)
+            l0, l1, l2, l3 = load_lows(halves, 2 * half, lane, lows)
+            add_octet(sums, 2 * half, a, b, c, d, l0, l1, l2, l3, flags, scale)
+            a, b, c, d = join_octet(2 * half + 1, e2, e3, residuals, lane, rest)
+            l0, l1, l2, l3 = load_lows(halves, 2 * half + 1, lane, lows)
+            add_octet(sums, 2 * half + 1, a, b, c, d, l0, l1, l2, l3, flags, scale)
 
     @cuda.jit(device=True, inline="always")
     def add_plain(sums, at, wide, flags, scale):
@@ -132,36 +152,10 @@ def make(dtype: DType, mode: Mode) -> Any:
             if LOW or wide:
                 for h in range(2):
                     w0, w1, w2, w3 = load_4_ordered(at + u64(1024 * g + 16 * h))
-                    add_two(sums, 8 * g + 4 * h, w0, w1, flags, scale)
-                    add_two(sums, 8 * g + 4 * h + 2, w2, w3, flags, scale)
+                    add_four(sums, 8 * g + 4 * h, w0, w1, w2, w3, flags, scale)
             else:
                 a, b, c, d = load_4_ordered(at + u64(512 * g))
-                add_octet(sums, g, a, b, c, d, sums, flags, scale)
-
-    @cuda.jit(device=True, inline="always")
-    def patch_lows(base, lane, escapes, entries, lows):
-        """Puts the low bits that are escapes in their places; 1 if one has no place."""
-        bad, mine = u32(0), u32(base + u32(4 * PLACES) + u32(lane << u32(2)))
-        for k in range(16):
-            shared_store(u32(mine + u32(128 * k)), lows[k])
-        cuda.syncwarp()
-        e = lane
-        while e < escapes:
-            entry = load_1(entries + u64(e) * u64(4))
-            place = u32(entry >> u32(16))
-            if place < u32(TILE):
-                word = u32(u32(u32(place >> u32(8)) << u32(2)) | u32(u32(place >> u32(1)) & u32(3)))
-                owner = u32(u32(place >> u32(3)) & u32(31))
-                at = u32(base + u32(4 * PLACES) + u32(word << u32(7)) + u32(owner << u32(2)))
-                shared_store_half(u32(at + u32(u32(place & u32(1)) << u32(1))), u32(entry & u32(0xFFFF)))
-            else:
-                bad = u32(1)
-            e = u32(e + u32(32))
-        cuda.syncwarp()
-        for k in range(16):
-            lows[k] = shared_load(u32(mine + u32(128 * k)))
-        cuda.syncwarp()
-        return bad
+                add_octet(sums, g, a, b, c, d, u32(0), u32(0), u32(0), u32(0), flags, scale)
 
     @cuda.jit(device=True, inline="always")
     def store_sums(sums, at, wide):
@@ -179,6 +173,39 @@ def make(dtype: DType, mode: Mode) -> Any:
                     narrow(sums[k + 4], sums[k + 5]),
                     narrow(sums[k + 6], sums[k + 7]),
                 )
+
+    @cuda.jit(device=True, inline="always")
+    def find_source(
+        table, places, source, meta, bases, dynamic, numel, num_tiles, tile, corrupt, corrupt_step
+    ):  # fmt: skip
+        """Writes a source's place: addresses of it, of a tile's chunk (0: plain), of the end; meta word."""
+        payload, size, spill = read_entry(table, source)
+        at, limit, word = u64(0), u64(0), u32(0)
+        if size != u64(0):
+            begin, limit, foreign = read_frame(
+                payload, size, dynamic, KIND, numel, spill, num_tiles * u64(LONGEST_CHUNK)
+            )
+            word, at, bad = locate(payload, meta, bases, tile, begin, limit)
+            if at < limit:
+                prefetch(at)
+            if u32(bad | foreign) != u32(0):
+                store_1(corrupt + u64(source) * corrupt_step, u32(1))
+        place = u32(places + u32(source << u32(5)))
+        shared_store_4(place, u32(payload), u32(payload >> u64(32)), u32(at), u32(at >> u64(32)))
+        shared_store_4(u32(place + u32(16)), u32(limit), u32(limit >> u64(32)), word, u32(0))
+
+    @cuda.jit(device=True, inline="always")
+    def start_codes(entry, plane, codes, tile, lane):
+        """Starts to fetch a source's code plane, if it is a payload."""
+        payload, size = two_addresses(entry)
+        if size != u64(0):
+            fetch_codes(plane, payload, codes, tile, lane)
+
+    @cuda.jit(device=True, inline="always")
+    def start_residuals(entry, residuals, residual, tile, lane):
+        payload, size = two_addresses(entry)
+        if size != u64(0):
+            fetch_residuals(residuals, payload, residual, tile, lane)
 
     @cuda.jit(device=True, inline="always")
     def load_element(at, k, wide):
@@ -200,53 +227,88 @@ def make(dtype: DType, mode: Mode) -> Any:
         tile = u64(u64(cuda.blockIdx.x) * u64(GROUP) + u64(warp))
         shared = cuda.shared.array(SHARED_WORDS, u32)
         start = shared_address(shared)
-        base = u32(start + u32(warp * u32(4 * WARP_WORDS)))
-        table = u32(start + u32(4 * WARP_WORDS * GROUP))
-        if cuda.threadIdx.x == 0:
-            write_entry(table, 0, a0, n0, m0)
-            write_entry(table, 1, a1, n1, m1)
-            write_entry(table, 2, a2, n2, m2)
-            write_entry(table, 3, a3, n3, m3)
-            write_entry(table, 4, a4, n4, m4)
-            write_entry(table, 5, a5, n5, m5)
-            write_entry(table, 6, a6, n6, m6)
-            write_entry(table, 7, a7, n7, m7)
+        mine = u32(start + u32(u32(cuda.threadIdx.x) * u32(4 * STRIDE)))
+        places = u32(start + u32(4 * PLACES) + u32(warp * u32(32 * MAX_SOURCES)))
+        table = u32(start + u32(4 * TABLE))
+        if lane == u32(0):
+            if warp == u32(0):
+                write_entry(table, 0, a0, n0, m0)
+            elif warp == u32(1):
+                write_entry(table, 1, a1, n1, m1)
+            elif warp == u32(2):
+                write_entry(table, 2, a2, n2, m2)
+            elif warp == u32(3):
+                write_entry(table, 3, a3, n3, m3)
+            elif warp == u32(4):
+                write_entry(table, 4, a4, n4, m4)
+            elif warp == u32(5):
+                write_entry(table, 5, a5, n5, m5)
+            elif warp == u32(6):
+                write_entry(table, 6, a6, n6, m6)
+            elif warp == u32(7):
+                write_entry(table, 7, a7, n7, m7)
         cuda.syncthreads()
-        quads, lows, rest = cuda.local.array(8, u32), cuda.local.array(16, u32), cuda.local.array(8, u32)
+        planes = u32(start + u32(4 * WARP_WORDS * GROUP) + u32(warp * u32(8 * CODES)))
+        residuals = u32(start + u32(4 * (WARP_WORDS + 2 * CODES) * GROUP) + u32(warp * u32(4 * RESIDUALS)))
+        halves = u32(
+            start + u32(4 * (WARP_WORDS + 2 * CODES + RESIDUALS) * GROUP) + u32(warp * u32(4 * LOWS))
+        )
+        rest = cuda.local.array(8, u32)
         sums = cuda.local.array(32, u32)
         flags, scale = u32(flags), u32(scale)
         wide_target = u32(flags & u32(TARGET_WIDE)) != u32(0)
         if tile < num_tiles:
+            start_codes(table, planes, codes, tile, lane)
+            end_group()
+            start_residuals(table, residuals, residual, tile, lane)
+            end_group()
+            # A lane a source: one wait for all headers and meta words, and then for all chunks.
+            if lane < u32(num_sources):
+                find_source(
+                    table, places, lane, meta, bases, dynamic, numel, num_tiles, tile, corrupt, corrupt_step
+                )
+            cuda.syncwarp()
             for k in range(32):
                 sums[k] = u32(MINUS_ZERO)
             octet = tile * u64(TILE) + u64(u32(lane << u32(3)))  # the lane's first element
             if first != u64(0):
-                if u32(flags & u32(ACCUMULATE_WIDE)) != u32(0):
+                if LOW or u32(flags & u32(ACCUMULATE_WIDE)) != u32(0):
                     add_plain(sums, first + octet * u64(4), True, u32(0), scale)
                 else:
                     add_plain(sums, first + octet * u64(ITEM), False, u32(0), scale)
             source = u32(0)
             while source < u32(num_sources):
-                payload, size, spill = read_entry(table, source)
-                if size == u64(0):
+                place = u32(places + u32(source << u32(5)))
+                entry = u32(table + u32(source << u32(5)))
+                payload, at = two_addresses(place)
+                after = u32(source + u32(1))
+                if after < u32(num_sources):
+                    other = u32(planes + u32(u32(after & u32(1)) * u32(4 * CODES)))
+                    start_codes(u32(entry + u32(32)), other, codes, tile, lane)
+                end_group()
+                if at == u64(0):
                     add_plain(sums, payload + octet * u64(ITEM), False, flags, scale)
                 else:
-                    at, dynamic_bytes, foreign = read_frame(
-                        payload, size, dynamic, KIND, numel, spill, num_tiles * u64(LONGEST_CHUNK)
-                    )
-                    bad, escapes, entries = decode_tile(
-                        base, lane, payload, meta, bases, codes, residual, at, dynamic_bytes, num_tiles,
-                        tile, quads, lows, rest,
-                    )  # fmt: skip
-                    if LOW and escapes != u32(0):
-                        bad = u32(bad | patch_lows(base, lane, escapes, entries, lows))
-                    for g in range(4):
-                        a, b, c, d = join_octet(payload, residual, tile, g, lane, quads, rest)
-                        add_octet(sums, g, a, b, c, d, lows, flags, scale)
-                    if u32(bad | foreign) != u32(0):
+                    limit, word = two_addresses(u32(place + u32(16)))
+                    wait_all_but_2()
+                    cuda.syncwarp()
+                    plane = u32(planes + u32(u32(source & u32(1)) * u32(4 * CODES)))
+                    bad, lows = decode_tile(mine, plane, lane, u32(word), at, limit, halves)
+                    load_rest(payload, residual, num_tiles, tile, lane, rest)
+                    wait_all_but_1()
+                    cuda.syncwarp()
+                    if lows != u32(0):
+                        add_tile(sums, mine, residuals, halves, lane, rest, True, flags, scale)
+                    else:
+                        add_tile(sums, mine, residuals, halves, lane, rest, False, flags, scale)
+                    cuda.syncwarp()  # the residuals have been read
+                    if bad != u32(0):
                         store_1(corrupt + u64(source) * corrupt_step, u32(1))
-                source = u32(source + u32(1))
-            if wide_target:
+                if after < u32(num_sources):
+                    start_residuals(u32(entry + u32(32)), residuals, residual, tile, lane)
+                end_group()
+                source = after
+            if LOW or wide_target:
                 store_sums(sums, target + octet * u64(4), True)
             else:
                 store_sums(sums, target + octet * u64(ITEM), False)

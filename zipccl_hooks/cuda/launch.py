@@ -33,13 +33,15 @@ from . import ACCUMULATE_WIDE, MAX_SOURCES, SCALED, SCAN_HEAD, TARGET_WIDE, THRE
 MIN_CAPABILITY = (8, 0)  # redux.sync, and L1 hints on loads
 ARGUMENTS = {"encode": 10, "decode": 12, "decode_sum": 38, "stamp": 2, "rest": 10}  # of the kernels
 ENCODE_SOURCE, DECODE_TARGET, SUM_TARGET = 0, 8, 3 * MAX_SOURCES + 8  # places among them
-# Registers a thread may use. By itself the compiler takes more, and fewer blocks fit a multiprocessor. H200,
-# 1 GiB, GB/s without and with: bf16 dense decode 1318, 1461; fp16 fast encode 1544, 1739; fp32 holding
-# bf16 values, dense decode 1694, 2029 (with 40 instead of 64: 928).
-MAX_REGISTERS, MAX_REGISTERS_FP32 = 40, 64
-# Sums, 2**28 elements of bf16 (of fp32 holding bf16 values), two sources one of which is plain, fast, of the
-# traffic limit: 64 registers 62% (51%), 72: 65% (62%), 80: 77% (70%), 96: 60% (72%), 128: 60% (77%).
-MAX_REGISTERS_SUM, MAX_REGISTERS_SUM_FP32 = 80, 128
+# Registers a thread may use, of fp32 and of other dtypes. By itself the compiler takes more, and fewer blocks
+# fit a multiprocessor; with fewer it keeps values in local memory. docs/kernels.md has what was tried.
+MAX_REGISTERS = {
+    "encode": (64, 48),
+    "decode": (48, 32),
+    "decode_sum": (80, 64),
+    "stamp": (40, 40),
+    "rest": (40, 40),
+}
 
 
 @cache
@@ -77,9 +79,8 @@ def compiled_ptx(kind: str, dtype_name: str, mode: Mode, capability: tuple[int, 
 
     module = importlib.import_module(f".{kind}", __package__)
     text = _jit.compile_ptx(module.make(DTYPES[dtype_name], mode), ARGUMENTS[kind], capability)
-    registers = MAX_REGISTERS_FP32 if DTYPES[dtype_name].low_bits else MAX_REGISTERS
-    if kind == "decode_sum":
-        registers = MAX_REGISTERS_SUM_FP32 if DTYPES[dtype_name].low_bits else MAX_REGISTERS_SUM
+    wide, narrow = MAX_REGISTERS[kind]
+    registers = wide if DTYPES[dtype_name].low_bits else narrow
     # The compiler may be newer than the driver: ask for the oldest PTX that knows the target.
     text = re.sub(r"\.version \S+", f".version {'7.8' if capability < (10, 0) else '8.8'}", text, count=1)
     text = re.sub(r"(\.visible \.entry \w+\([^)]*\)\n)", rf"\g<1>.maxnreg {registers}\n", text)

@@ -122,6 +122,8 @@ def make(dtype: DType, mode: Mode) -> Any:
                 shared_max(rate_at, rate)
                 if bad != u32(0):
                     store_1(corrupt, u32(1))
+            store_system(wants + k * u64(16), out)
+            store_system(wants + k * u64(16) + u64(8), back)
             if out < back:
                 out = back
             shared_max(rounds_at, u32((out + stage - u64(1)) // stage))
@@ -129,24 +131,6 @@ def make(dtype: DType, mode: Mode) -> Any:
         cuda.syncthreads()
         rounds = u64(shared_load(rounds_at))
         if rounds != u64(0):
-            k = thread
-            while k < entries:
-                entry = table + k * u64(ENTRY_BYTES)
-                sent, received = load_system(entry), load_system(entry + u64(32))
-                out, back = u64(0), u64(0)
-                if sent != u64(0):
-                    out, _, _ = missing(
-                        sent, load_system(entry + u64(8)), load_system(entry + u64(16)), u64(ANY),
-                        u64(0),
-                    )  # fmt: skip
-                if received != u64(0):
-                    back, _, _ = missing(
-                        received, load_system(entry + u64(40)), load_system(entry + u64(48)),
-                        load_system(entry + u64(72)), u64(0),
-                    )  # fmt: skip
-                store_system(wants + k * u64(16), out)
-                store_system(wants + k * u64(16) + u64(8), back)
-                k += u64(THREADS)
             fence_system()
             cuda.syncthreads()
             k = u64(0)
