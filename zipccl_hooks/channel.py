@@ -8,12 +8,12 @@ no host waits for it::
     exchanging                           | exchange 0 | exchange 1 |          |
     decoding                                          | rest, decode 0 | rest, decode 1'
 
-The exchange is one of the group's own backend, of ranks' payloads cut to the *room* that all ranks gave
-them: the static part, whose size follows from the shape, and space for a dynamic part as large as earlier
-calls of the same kind needed (Flow). The kernel ``rest`` (cuda/rest.py) then looks at the headers. What
-found no room stays on the device of the sender; the kernel asks this channel's thread for it, which gets
-it over gloo while the stream waits. That is rare, slow, counted, and always right. So the static part
-never waits for the sizes of the dynamic one, and nothing is sent twice.
+The exchange is one of the group's own backend, or among peers (peers.py), of ranks' payloads cut to the
+*room* that all ranks gave them: the static part, whose size follows from the shape, and space for a dynamic
+part as large as earlier calls of the same kind needed (Flow). The kernel ``rest`` (cuda/rest.py) then looks
+at the headers. What found no room stays on the device of the sender; the kernel asks this channel's thread
+(rests.py) for it, which gets it over gloo while the stream waits. That is rare, slow, counted, and always
+right. So the static part never waits for the sizes of the dynamic one, and nothing is sent twice.
 
 The paper sends two messages, the second of a size that the first tells; a host must look at it in
 between. Repeating the call natively after an overflow needs inputs that in-place calls no longer have.
