@@ -70,8 +70,8 @@ FP32_RATIOS = {Mode.FAST: Ratio(2.87, 1.62), Mode.DENSE: Ratio(2.99, 1.65)}
 # Where a plain collective moves more than this a second, codec and transfer share memory, which the model
 # leaves out, and a link is hard to measure: two H200 over NVLink, predicted / measured ms: all_gather bf16 of
 # 256 MiB 0.456 / 0.389, of 1 GiB 1.455 / 1.503; reduce_scatter of fp32 holding bf16, 1 GiB, 1.114 / 0.984;
-# all_reduce of it 2.317 / 2.572. Through host memory what is chosen takes within 10% of what is predicted from
-# 64 MiB on.
+# all_reduce of it 2.317 / 2.572. Through host memory what is chosen takes within 10% of what is predicted,
+# from 64 MiB on.
 FAST_LINK, FAST_MARGIN = 100e9, 0.25
 PEERS_SIZES = (64 * 1024, MIB, 8 * MIB, 16 * MIB)  # bytes to all others, to measure copies among peers
 FLOOR_CALLS, FLOOR_NUMEL = 20, 8192  # to measure what a small exchange takes
