@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zipccl_hooks import choose, theory
+from zipccl_hooks import choose, plot, theory
 from zipccl_hooks.choose import (
     CROSS,
     GLOO_PIECES,
@@ -36,7 +36,6 @@ from zipccl_hooks.scale import (
     SHOWN,
     fabric_link,
     figure,
-    save_plot,
     scale_table,
     scale_text,
     shown_text,
@@ -418,4 +417,4 @@ def test_the_plot_shows_gains_and_choices() -> None:
 def test_a_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"needs matplotlib, pip install zipccl_hooks\[plot\]"):
-        save_plot(str(tmp_path / "scale.svg"))
+        plot.save(figure, str(tmp_path / "scale.svg"), "")

@@ -13,9 +13,9 @@ PACKAGE = Path(__file__).parent.parent / "zipccl_hooks"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # A module imports only from those left of it; cuda stands for all files of that folder.
 ORDER = (
-    "errors", "config", "format", "theory", "reference", "_cpu_kernels", "cpu", "cuda", "ops", "codec",
-    "counters", "choose", "scale", "link", "communicator", "peers", "rests", "channel", "exchange", "plan",
-    "nodes", "cuda_exchange", "cuda_work", "eligible", "switch", "arguments", "dispatch", "requests",
+    "errors", "config", "plot", "format", "theory", "reference", "_cpu_kernels", "cpu", "cuda", "ops",
+    "codec", "counters", "choose", "scale", "link", "communicator", "peers", "rests", "channel", "exchange",
+    "plan", "nodes", "cuda_exchange", "cuda_work", "eligible", "switch", "arguments", "dispatch", "requests",
     "rooted", "p2p", "coalesced", "collectives", "moe", "scopes", "handshake", "untraced", "premul",
     "operators", "c10d", "activation", "backend", "compile", "ddp", "fsdp", "bench", "__init__", "__main__",
 )  # fmt: skip

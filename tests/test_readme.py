@@ -1,4 +1,4 @@
-"""The README: its Python runs, its commands exist, its tables are those of the code."""
+"""README and docs: their Python runs, commands and links exist, tables and pictures are those of the code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from zipccl_hooks import config
+import pytest
+
+from zipccl_hooks import config, format, theory
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -22,7 +24,7 @@ model = torch.nn.Linear(4, 4)
 
 def test_python_blocks_run(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     script = tmp_path / "readme.py"
     script.write_text(PREAMBLE + "\n".join(blocks) + "\nwork.wait()\ndist.destroy_process_group()\n")
     done = subprocess.run([sys.executable, script, tmp_path / "store"], capture_output=True, text=True)
@@ -37,12 +39,32 @@ def test_make_targets_exist() -> None:
         assert named and {target for call in named for target in call.split()} <= targets, name
 
 
-def test_links_lead_somewhere() -> None:
-    for link in re.findall(r"\]\((?!http)([^)#]+)", README):
-        assert (ROOT / link).exists(), link
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_reachable(page: Path) -> None:
+    assert page.name == "README.md" or f"{page.relative_to(ROOT)}" in README
+
+
+def test_the_format_page_is_the_docstring() -> None:
+    assert (format.__doc__ or "").strip() in (ROOT / "docs" / "format.md").read_text()
+
+
+def test_the_theory_page_is_of_the_theory() -> None:
+    """Else: python -m zipccl_hooks.theory --plot docs/theory.svg"""
+    for name in ("theory.md", "theory.svg"):
+        assert theory.shown_text() in (ROOT / "docs" / name).read_text()
 
 
 def test_environment_table_is_complete() -> None:
-    rows = dict(re.findall(r"^\| `(ZIPCCL_\w+)` \| (\S+) \|", README, re.MULTILINE))
+    tuning = (ROOT / "docs" / "tuning.md").read_text()
+    rows = dict(re.findall(r"^\| `(ZIPCCL_\w+)` \| (\S+) \|", tuning, re.MULTILINE))
     defaults = {k: str(int(v)) if isinstance(v, bool) else str(v) for k, v in config.variables().items()}
     assert rows == defaults

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from . import plot
 from .choose import (
     CROSS,
     LOCAL,
@@ -140,24 +141,10 @@ def figure() -> Any:
     return drawn
 
 
-def save_plot(path: str) -> None:
-    """Draws ``figure`` into a file; an .svg names the tables in its description, and is the same each time.
-
-    Raises ImportError, naming the extra, without matplotlib.
-    """
-    try:
-        from matplotlib import rc_context
-    except ImportError:
-        raise ImportError("plot: needs matplotlib, pip install zipccl_hooks[plot]") from None
-    metadata = {"Description": shown_text(), "Date": None} if path.endswith(".svg") else None
-    with rc_context({"svg.hashsalt": "zipccl", "svg.fonttype": "none"}):
-        figure().savefig(path, dpi=150, metadata=metadata)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="What the cost model says of 16 to 1024 GPUs.")
     parser.add_argument("--plot", metavar="FILE", help="draw the tables, too")
     arguments = parser.parse_args()
     print(shown_text())
     if arguments.plot:
-        save_plot(arguments.plot)
+        plot.save(figure, arguments.plot, shown_text())

@@ -24,10 +24,13 @@ of a tile's 3000 bits, so that ``zero_min`` (8 and 35) need not be exact.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
+from . import plot
 from .format import DTYPES, GROUP, MODE_SPECS, TILE, DType, Mode
 
 OCTAVE_STEPS = 48  # values of sigma over which an average over one octave is taken
@@ -181,3 +184,60 @@ def best_zero_min(mode: Mode) -> int:
             loss += weight * (exponent_bits(p, mode, top, True) - exponent_bits(p, mode, top)) / OCTAVE_STEPS
     first, *_, unranked = rank_bits(mode)
     return math.ceil(TILE * loss / (unranked - first + loss))
+
+
+# What docs/theory.md shows
+
+
+def shown_text(steps: int = 12) -> str:
+    """Rows for sigma from 2^-6 to 2^-5, bf16: what the window holds, entropy, ratios, their limit."""
+    lines = ["   sigma  7 exponents  entropy   fast  dense  limit"]
+    for step in range(steps + 1):
+        sigma = 2.0 ** (step / steps - 6)
+        entropy = entropy_bits(sigma, BF16)
+        fast, dense = (expected_ratio(sigma, BF16, mode) for mode in (Mode.FAST, Mode.DENSE))
+        limit = 8 * BF16.itemsize / (entropy + BF16.residual_bits)
+        lines.append(
+            f"{sigma:8.5f}{coverage(sigma, BF16):13.4f}{entropy:9.3f}{fast:7.3f}{dense:7.3f}{limit:7.3f}"
+        )
+    return "\n".join(lines)
+
+
+def figure() -> Any:
+    """The same as a matplotlib Figure, beside the exponents of one sigma and its window."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(11, 4), layout="constrained")
+    exponents, held, ratios = drawn.subplots(1, 3)
+    sigma, bias = 0.02, 127
+    p = field_probabilities(sigma, BF16)
+    inside = [e + bias for e in window(sigma)]
+    fields = range(inside[0] - 5, inside[-1] + 3)
+    colours = ["tab:blue" if e in inside else "lightgray" for e in fields]
+    exponents.bar([e - bias for e in fields], [p[e] for e in fields], color=colours)
+    exponents.set(title=f"sigma = {sigma}, its window in blue", xlabel="floor(log2 |x|)")
+    exponents.set(ylabel="probability", xticks=[e - bias for e in fields][::3])
+    sigmas = [2.0 ** (k / 24 - 8) for k in range(24 * 4 + 1)]
+    for width, style in ((7, "-"), (3, "--")):
+        held.plot(sigmas, [coverage(s, BF16, width) for s in sigmas], style, label=f"{width} exponents")
+    held.set(title="what a window holds", xlabel="sigma")
+    held.legend()
+    entropies = [entropy_bits(s, BF16) for s in sigmas]
+    ratios.plot(sigmas, [16 / (e + 8) for e in entropies], ":", color="black", label="limit")
+    for mode in (Mode.DENSE, Mode.FAST):
+        ratios.plot(sigmas, [expected_ratio(s, BF16, mode) for s in sigmas], label=mode.name.lower())
+    ratios.set(title="ratio of bf16", xlabel="sigma")
+    ratios.legend()
+    for axes in (held, ratios):
+        axes.set_xscale("log", base=2)
+        axes.grid(alpha=0.3)
+    return drawn
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="What the theory says of Gaussian bf16.")
+    parser.add_argument("--plot", metavar="FILE", help="draw it, too")
+    arguments = parser.parse_args()
+    print(shown_text())
+    if arguments.plot:
+        plot.save(figure, arguments.plot, shown_text())
