@@ -56,11 +56,13 @@ class Program:
 
     def __init__(self) -> None:
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self._arguments: list[Values] = []  # kernels' parameters are pointers into them
 
     def launch(self, kernel: Launch, stream: int) -> Values:
         """Adds a launch; returns its arguments, to be changed."""
         count = len(kernel.arguments)
         values = (ctypes.c_uint64 * count)(*kernel.arguments)
+        self._arguments.append(values)
         start = ctypes.addressof(values)
         pointers = (ctypes.c_void_p * count)(*(start + 8 * k for k in range(count)))
         one, none = ctypes.c_uint(1), ctypes.c_uint(0)
@@ -99,5 +101,5 @@ class Program:
 
     def run(self) -> None:
         for function, arguments in self._calls:
-            if function(*arguments):
-                raise RuntimeError(f"CUDA driver: {function.__name__} failed")
+            if status := function(*arguments):
+                raise RuntimeError(f"CUDA driver: {function.__name__} failed with {status}")
