@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from zipccl_hooks.cuda import program
+from zipccl_hooks import plan
+from zipccl_hooks.cuda import ACCUMULATE_WIDE, SCALED, TARGET_WIDE, launch, program
 from zipccl_hooks.cuda.launch import Launch
+from zipccl_hooks.format import DTYPES, Mode, cached_layout
 
 
 class Driver:
@@ -74,7 +79,7 @@ def test_calls_come_in_order(driver: Driver) -> None:
 
 
 def test_words_are_written_then_waited_for(driver: Driver) -> None:
-    """CUstreamBatchMemOpParams: kind (1 waits for at least, 2 writes), address, value, flags, alias, padding."""
+    """CUstreamBatchMemOpParams: kind (1 waits, 2 writes), address, value, flags, alias, padding."""
     operations = program.word_operations([64, 68], [128])
     steps = program.Program()
     steps.words(operations, 5)
@@ -95,3 +100,29 @@ def test_what_the_driver_refuses_raises(monkeypatch: pytest.MonkeyPatch) -> None
     steps.record(1, 2)
     with pytest.raises(RuntimeError, match=r"CUDA driver: cuEventRecord failed with 700"):
         steps.run()
+
+
+def test_a_sum_of_many_finds_its_own_term_and_its_target(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve ranks take two launches, of which the first leaves its sums in fp32 for the second."""
+    size, rank, numel = 12, 9, 5000
+    monkeypatch.setattr(launch, "_function", lambda *key: 77)
+    monkeypatch.setattr(launch, "corrupt_flag", lambda device: torch.zeros(1, dtype=torch.int32))
+    wide = torch.empty(4 * numel, dtype=torch.uint8)
+    stream: Any = SimpleNamespace(cuda_stream=3)
+    comm: Any = SimpleNamespace(rank=rank)
+    channel: Any = SimpleNamespace(comm=comm, index=0, decoding=stream, slots=lambda name, sizes: [wide])
+    lay = cached_layout(numel, DTYPES["bfloat16"], Mode.FAST)
+    layouts = [None if peer == rank else lay for peer in range(size)]
+    received = [torch.empty(100 + peer, dtype=torch.uint8) for peer in range(size)]
+    made = plan.Plan(0, 0, np.zeros(0), 0, 0, [])
+    plan._add_sum(channel, made, 0.5, layouts, received, received)
+    made.set_tensors([], [], own=4096, total=8192)
+    made.decode.run()
+    first, last = (call[10] for call in driver.calls)
+    assert first[:8] == [r.data_ptr() for r in received[:8]] and first[8:16] == list(range(100, 108))
+    assert last[:4] == [received[8].data_ptr(), 4096, *(r.data_ptr() for r in received[10:])]
+    assert last[8:12] == [108, 0, 110, 111] and (first[24], last[24]) == (8, 4)
+    assert first[31:33] == [0, wide.data_ptr()] and last[31:33] == [wide.data_ptr(), 8192]
+    assert first[33] == TARGET_WIDE | SCALED and last[33] == ACCUMULATE_WIDE | SCALED
