@@ -22,7 +22,7 @@ conformance: $(VENV)/installed-dev
 
 # With the PyTorch and Numba that the GPU machine has, not with .venv.
 test-gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest tests/test_cuda.py tests/test_cuda_collectives.py
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/bench_cuda.py
 
 SANITIZED = of_the_reference and 9293 or in_place or corrupt or decode_sum and ([2- or [9-) or no_room
