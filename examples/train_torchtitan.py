@@ -1,0 +1,80 @@
+"""TorchTitan's Llama 3 debug model, by TorchTitan as it is: plain, or compressed with ZIPCCL_AUTO_ENABLE=1.
+
+    torchrun --nproc-per-node 2 examples/train_torchtitan.py --training.steps 5 [other options of TorchTitan]
+
+Prints losses and gradient norms as hexadecimal floats: they are equal. On GPUs `torchrun -m torchtitan.train`
+needs nothing of this. What is here gives it text, and lets it run on CPUs, where it looks for a GPU.
+"""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+import sys
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+CPU = not torch.cuda.is_available()
+if CPU:
+    # Before TorchTitan is imported, which asks for the accelerator then, and later what it is and has.
+    torch._utils._get_available_device_type = lambda: "cpu"
+    stand_ins = {
+        "current_device": lambda: 0,
+        "get_device_name": lambda device: "CPU",
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=2**30),
+        "memory_stats": lambda device: {},
+        "reset_peak_memory_stats": lambda: None,
+        "empty_cache": lambda: None,
+    }
+    for name, stand_in in stand_ins.items():
+        setattr(torch.cpu, name, stand_in)
+    # TorchTitan asks for gradients summed and not divided: PREMUL_SUM by 1, which gloo has not.
+    FSDPModule.set_gradient_divide_factor = lambda self, factor: self.set_force_sum_reduction_for_comms(True)
+
+from tokenizers import ByteLevelBPETokenizer
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config import ConfigManager
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS, Dataset
+from torchtitan.train import Trainer
+
+from zipccl_hooks import stats
+
+# Python's own documentation, which every installation has.
+TEXT = [{"text": text} for text in pydoc_data.topics.topics.values()]
+_log = MetricsProcessor.log
+
+
+def log(self: MetricsProcessor, step: int, loss: float, largest: float, norm: float, **rest: Any) -> None:
+    _log(self, step, loss, largest, norm, **rest)
+    if torch.distributed.get_rank() == 0:
+        print(f"step {step} loss {loss.hex()} norm {norm.hex()}", flush=True)
+
+
+def options(folder: str) -> list[str]:
+    """The debug model's, small enough for a CPU."""
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator((one["text"] for one in TEXT), vocab_size=2048, special_tokens=["<|end|>"])
+    tokenizer.save(f"{folder}/tokenizer.json")
+    given = {
+        "job.dump_folder": folder, "model.name": "llama3", "model.flavor": "debugmodel",
+        "model.hf_assets_path": folder, "training.dataset": "topics", "training.local_batch_size": "2",
+        "training.seq_len": "128", "lr_scheduler.warmup_steps": "2", "metrics.log_freq": "1",
+        "debug.seed": "0",
+    }  # fmt: skip
+    return [word for name, value in given.items() for word in (f"--{name}", value)]
+
+
+if __name__ == "__main__":
+    DATASETS["topics"] = DatasetConfig("", lambda path: Dataset.from_list(TEXT), lambda sample: sample["text"])
+    MetricsProcessor.log = log
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(ConfigManager().parse_args(options(folder) + sys.argv[1:]))
+        trainer.train()
+        trainer.close()
+    if torch.distributed.get_rank() == 0:
+        print(stats())
+    torch.distributed.destroy_process_group()
