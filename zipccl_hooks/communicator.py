@@ -243,7 +243,8 @@ def make_communicator(group: dist.ProcessGroup, name: str, members: Sequence[int
     Its client of the store is its own: one client serves one thread at a time, also while that waits for a
     key. Two communicators that two ranks connect in different order would wait for each other.
     """
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_process_group_store(group).clone())
+    shared: Any = dist.distributed_c10d._get_process_group_store(group)
+    store = dist.PrefixStore(name, shared.clone())
     return Communicator(store, members.index(group.rank()), members, group_timeout(group), recorder(group))
 
 
