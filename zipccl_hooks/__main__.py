@@ -2,6 +2,7 @@
 
     env       what is installed, and what would be compressed here
     check     whether codec and collectives deliver the very bits on this machine's devices
+    inspect   how far the tensors of a file would shrink, and in which mode
 
 Exit status: 0; 1 where something is wrong or cannot be done; 2 for arguments that are none; 130 for Ctrl-C.
 """
@@ -12,9 +13,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .cli import Failure, check, env
+from .cli import Failure, check, env, inspect
 
-COMMANDS = {"env": env, "check": check}
+COMMANDS = {"env": env, "check": check, "inspect": inspect}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who reads has seen enough, as head does
+        sys.stdout = None  # or Python would complain when it flushes
+        return 1
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from .choose import (
     predict,
 )
 from .format import Mode
+from .plot import save
 
 # H200, 1 GiB of bf16 (README). Taken as given: decode_sum, fused, is as fast as decode, and a small call
 # keeps the device busy for 10 us.
@@ -141,17 +142,8 @@ def figure() -> Any:
 
 
 def save_plot(path: str) -> None:
-    """Draws ``figure`` into a file; an .svg names the tables in its description, and is the same each time.
-
-    Raises ImportError, naming the extra, without matplotlib.
-    """
-    try:
-        from matplotlib import rc_context
-    except ImportError:
-        raise ImportError("plot: needs matplotlib, pip install zipccl_hooks[plot]") from None
-    metadata = {"Description": shown_text(), "Date": None} if path.endswith(".svg") else None
-    with rc_context({"svg.hashsalt": "zipccl", "svg.fonttype": "none"}):
-        figure().savefig(path, dpi=150, metadata=metadata)
+    """``figure`` in a file; an .svg names the tables in its description. Raises what plot.save raises."""
+    save(figure, path, shown_text())
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import argparse
 import importlib.metadata
 import importlib.util
 import platform
+import re
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -66,14 +67,21 @@ def _devices() -> Iterator[tuple[str, str]]:
         return
     if built["nccl"]:
         yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
-    core: Any = torch._C
-    driver = core._cuda_getDriverVersion()
-    yield "driver", f"CUDA {driver // 1000}.{driver % 1000 // 10}"
+    yield "driver", _driver()
     for index in range(count):
         found = torch.cuda.get_device_properties(index)
         peers = [str(k) for k in range(count) if k != index and torch.cuda.can_device_access_peer(index, k)]
         memory = f"{found.total_memory / 2**30:.0f} GiB, reaches GPUs {' '.join(peers) or 'none'}"
         yield f"GPU {index}", f"{found.name}, compute capability {found.major}.{found.minor}, {memory}"
+
+
+def _driver() -> str:
+    """On Linux, from "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06 ..."."""
+    try:
+        found = re.search(r"\d+(\.\d+)+", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        found = None
+    return found.group() if found else "unknown"
 
 
 def _policy() -> str:
