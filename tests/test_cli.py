@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,8 +17,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zipccl_hooks
+from zipccl_hooks import config
 from zipccl_hooks.__main__ import COMMANDS, main
-from zipccl_hooks.cli import check, inspect
+from zipccl_hooks.cli import bench, check, inspect, ranks
 
 ROOT = Path(__file__).parent.parent
 CPUS = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
@@ -219,3 +224,94 @@ def test_inspect_draws(tmp_path: Path) -> None:
     assert main(["inspect", str(path), "--plot", str(tmp_path / "x.png")]) == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert main(["inspect", str(path), "--plot", str(tmp_path / "missing" / "x.png")]) == 1
+
+
+# bench
+
+
+def test_bench_prints_and_writes_what_it_measured(tmp_path: Path) -> None:
+    files = [tmp_path / "rows.json", tmp_path / "rows.csv"]
+    arguments = ["--sizes", "0.5", "--repetitions", "1", "--only", "all_reduce"]
+    done = started("bench", *arguments, "--json", str(files[0]), "--csv", str(files[1]))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "# transport gloo" and lines[1].startswith("# gloo, 2 ranks, torch ")
+    assert lines[2].split()[1:4] == ["call", "dtype", "MiB"] and lines[2].endswith("#wrong")
+    rows = json.loads(files[0].read_text())
+    assert [row["data"] for row in rows] == ["bf16", "fp32 of bf16", "fp32"]
+    for row, line in zip(rows, lines[3:], strict=True):
+        assert (row["transport"], row["call"], row["mib"], row["wrong"]) == ("gloo", "all_reduce", 0.5, 0)
+        assert row["path"] == "dense" and row["model_seconds"] is None
+        assert row["speedup"] == row["plain_seconds"] / row["zipped_seconds"]
+        # Two ranks' all_reduce: its bus bandwidth is size / time.
+        assert row["plain_busbw"] == pytest.approx(2**19 / row["plain_seconds"] / 1e9)
+        assert line.split()[-3:] == [f"{row['ratio']:.3f}", f"{row['speedup']:.3f}", "0"]
+    assert [row["ratio"] for row in rows] == pytest.approx([1.5, 2.4, 1.2], rel=0.02)
+    with files[1].open() as file:
+        assert [row["ratio"] for row in csv.DictReader(file)] == [str(row["ratio"]) for row in rows]
+
+
+WRONG = """
+import sys
+from zipccl_hooks.__main__ import main
+from zipccl_hooks.cli import measure
+measure.wrong_elements = lambda plain, zipped: 3
+sys.exit(main(["bench", "--sizes", "0.1", "--repetitions", "1", "--only", "broadcast"]))
+"""
+
+
+def test_wrong_bits_are_status_1() -> None:
+    env = {**CPUS, **config.rank_variables(0, 1, ranks.free_port(), {})}
+    done = subprocess.run([sys.executable, "-c", WRONG], capture_output=True, text=True, env=env)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1].split()[-1] == "3"
+
+
+@pytest.mark.parametrize(
+    "argv", [["--sizes", "0"], ["--sizes", "a,b"], ["--mode", "lossy"], ["--transports", "pigeon"]], ids=str
+)
+def test_bad_arguments_of_bench(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *argv])
+    assert ended.value.code == 2 and f"argument {argv[0]}: " in capsys.readouterr().err
+
+
+def test_bench_measures_nothing_whose_file_it_cannot_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "start", lambda *arguments: pytest.fail("measured"))
+    path = tmp_path / "missing" / "rows.csv"
+    assert main(["bench", "--csv", str(path)]) == 1
+    assert capsys.readouterr().err == f"python -m zipccl_hooks bench: {path}: No such file or directory\n"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_bench_leaves_no_process(number: int, status: int, tmp_path: Path) -> None:
+    mark = f"rows-{os.getpid()}-{status}.csv"  # found in the ranks' command lines, too
+    command = [sys.executable, "-m", "zipccl_hooks", "bench", "--sizes", "8", "--csv", str(tmp_path / mark)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=CPUS)
+    assert process.stdout is not None
+    for _ in range(3):  # until a rank has printed the head of the table
+        process.stdout.readline()
+    assert len(running(mark)) == 3
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (status, "")
+    assert not running(mark)
+
+
+def running(mark: str) -> list[str]:
+    """Processes with ``mark`` in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # gone
+            found += [path.parent.name] if mark in path.read_text() else []
+    return found
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.2)
+    script = tmp_path / "ranks.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1': raise SystemExit(7)\ntime.sleep(60)\n")
+    assert ranks.start([str(script)]) == 7
+    assert not running(str(script))

@@ -38,7 +38,8 @@ def default_transports(ranks: int = 2) -> str:
     return "nvlink,host,socket" if torch.cuda.device_count() >= ranks else "gloo"
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -54,7 +55,7 @@ def start(arguments: Sequence[str], ranks: int = 2, variables: Mapping[str, str]
     Their input and output are this process's. None survives it: an interrupt, an end by SIGTERM or SIGHUP and
     a failing rank end the others.
     """
-    port, processes = _free_port(), list[subprocess.Popen[bytes]]()
+    port, processes = free_port(), list[subprocess.Popen[bytes]]()
     before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         for rank in range(ranks):
