@@ -20,7 +20,6 @@ Medians.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -29,11 +28,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from bench_collectives import DEVICE, TRANSPORTS, gaussian, on_every_transport, slowest, wrong_elements
 from torch import Tensor
 
 from zipccl_hooks import Policy, collectives, ops
+from zipccl_hooks.cli.cases import gaussian
+from zipccl_hooks.cli.measure import slowest, wrong_elements
+from zipccl_hooks.cli.ranks import DEVICE, default_transports, joined, on_every_transport
 from zipccl_hooks.codec import resolve_mode
+from zipccl_hooks.config import is_rank
 from zipccl_hooks.format import Header
 
 WIDTH = 4096  # elements of a row: a token
@@ -203,30 +205,24 @@ def main() -> int:
     parser.add_argument("--delays", default=delays, help="milliseconds (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--mode", default="auto")
-    parser.add_argument("--transports", default=",".join(TRANSPORTS), help="of NCCL (default: %(default)s)")
+    parser.add_argument("--transports", default=default_transports(), help="(default: %(default)s)")
     args = parser.parse_args()
-    if "RANK" not in os.environ:
-        return on_every_transport(__file__, args.transports.split(","), sys.argv[1:])
-    if DEVICE == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    torch.manual_seed(dist.get_rank())
-    rate = cycles_per_second() if DEVICE == "cuda" else 0.0
-    lead = dist.get_rank() == 0
-    if lead:
-        print(f"# {dist.get_backend()}, {dist.get_world_size()} ranks, {args.mib:g} MiB each")
-        print(f"# torch {torch.__version__}, mode {args.mode}; gain: of zipped over sizes")
-        print(row(HEAD))
-    for load in ("even", "hot"):
-        exchange = make(args.mib, load, args.mode)
-        count = wrong(exchange)
-        for delay in (float(ms) for ms in args.delays.split(",")):
-            plain, sizes, zipped = medians(exchange, delay / 1e3, args.repetitions, rate)
-            times = [f"{1e3 * value:.3f}" for value in (*plain, *sizes, *zipped)]
-            if lead:
-                print(row([f"{delay:g}", load, *times, f"{sizes[0] / zipped[0]:.3f}", count]), flush=True)
-    dist.destroy_process_group()
+    if not is_rank():
+        return on_every_transport([__file__, *sys.argv[1:]], args.transports)
+    with joined() as lead:
+        rate = cycles_per_second() if DEVICE == "cuda" else 0.0
+        if lead:
+            print(f"# {dist.get_backend()}, {dist.get_world_size()} ranks, {args.mib:g} MiB each")
+            print(f"# torch {torch.__version__}, mode {args.mode}; gain: of zipped over sizes")
+            print(row(HEAD))
+        for load in ("even", "hot"):
+            exchange = make(args.mib, load, args.mode)
+            count = wrong(exchange)
+            for delay in (float(ms) for ms in args.delays.split(",")):
+                plain, sizes, zipped = medians(exchange, delay / 1e3, args.repetitions, rate)
+                times = [f"{1e3 * value:.3f}" for value in (*plain, *sizes, *zipped)]
+                if lead:
+                    print(row([f"{delay:g}", load, *times, f"{sizes[0] / zipped[0]:.3f}", count]), flush=True)
     return 0
 
 

@@ -12,7 +12,6 @@ tokens a step make communication the bound; --tokens says how many.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -21,12 +20,14 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench_collectives import DEVICE, TRANSPORTS, on_every_transport, slowest
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zipccl_hooks
+from zipccl_hooks.cli.measure import slowest
+from zipccl_hooks.cli.ranks import DEVICE, default_transports, joined, on_every_transport
+from zipccl_hooks.config import is_rank
 
 
 class Block(nn.Module):
@@ -111,32 +112,29 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="a model of half a million parameters")
-    parser.add_argument("--transports", default=",".join(TRANSPORTS), help="of NCCL (default: %(default)s)")
+    parser.add_argument("--transports", default=default_transports(), help="(default: %(default)s)")
     args = parser.parse_args()
-    if "RANK" not in os.environ:
-        return on_every_transport(__file__, args.transports.split(","), sys.argv[1:])
-    if DEVICE == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
-    lead, bad = dist.get_rank() == 0, 0
-    if lead:
-        print(f"# {dist.get_world_size()} ranks, {args.tokens} tokens a step, torch {torch.__version__}")
-        print(f"# {'kind':<8}{'plain ms':>10}{'zipped ms':>11}{'speedup':>9}{'ratio':>7}  losses")
-    for kind in args.kinds.split(","):
-        plain_losses, plain = train(kind, args)
-        zipccl_hooks.reset_stats()
-        zipccl_hooks.enable()
-        losses, zipped = train(kind, args)
-        zipccl_hooks.disable()
-        same = losses == plain_losses
-        bad += not same
+    if not is_rank():
+        return on_every_transport([__file__, *sys.argv[1:]], args.transports)
+    with joined() as lead:
+        bad = 0
         if lead:
-            counted = zipccl_hooks.stats()
-            ratio = counted.raw_bytes / counted.sent_bytes if counted.sent_bytes else 1.0
-            print(f"  {kind:<8}{plain * 1e3:>10.1f}{zipped * 1e3:>11.1f}{plain / zipped:>9.2f}{ratio:>7.2f}"
-                  f"  {'the same bits' if same else 'DIFFER'}, {losses[0]:.4f} to {losses[-1]:.4f}",
-                  flush=True)  # fmt: skip
-    dist.destroy_process_group()
+            print(f"# {dist.get_world_size()} ranks, {args.tokens} tokens a step, torch {torch.__version__}")
+            print(f"# {'kind':<8}{'plain ms':>10}{'zipped ms':>11}{'speedup':>9}{'ratio':>7}  losses")
+        for kind in args.kinds.split(","):
+            plain_losses, plain = train(kind, args)
+            zipccl_hooks.reset_stats()
+            zipccl_hooks.enable()
+            losses, zipped = train(kind, args)
+            zipccl_hooks.disable()
+            same = losses == plain_losses
+            bad += not same
+            if lead:
+                counted = zipccl_hooks.stats()
+                ratio = counted.raw_bytes / counted.sent_bytes if counted.sent_bytes else 1.0
+                times = f"{plain * 1e3:>10.1f}{zipped * 1e3:>11.1f}{plain / zipped:>9.2f}"
+                bits = f"{'the same bits' if same else 'DIFFER'}, {losses[0]:.4f} to {losses[-1]:.4f}"
+                print(f"  {kind:<8}{times}{ratio:>7.2f}  {bits}", flush=True)
     return int(bad > 0)
 
 

@@ -69,7 +69,9 @@ def options(folder: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    DATASETS["topics"] = DatasetConfig("", lambda path: Dataset.from_list(TEXT), lambda sample: sample["text"])
+    DATASETS["topics"] = DatasetConfig(
+        "", lambda path: Dataset.from_list(TEXT), lambda sample: sample["text"]
+    )
     MetricsProcessor.log = log
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(ConfigManager().parse_args(options(folder) + sys.argv[1:]))

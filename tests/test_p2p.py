@@ -385,3 +385,30 @@ def bad_arguments(group: dist.ProcessGroup) -> None:
 @over("gloo")
 def test_bad_arguments_raise_before_anything_is_sent(on_ranks: OnRanks) -> None:
     on_ranks(2, bad_arguments)
+
+
+SET_UP_TOGETHER = """
+import threading, time
+from datetime import timedelta
+import torch.distributed as dist
+from zipccl_hooks.communicator import make_communicator
+
+dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
+one, other = (make_communicator(dist.group.WORLD, name, [0]) for name in ("0 to 1", "1 to 0"))
+thread = threading.Thread(target=lambda: one.store.wait(["never set"], timedelta(seconds=3)))
+threading.excepthook = lambda failed: None
+thread.start()
+time.sleep(0.3)  # until it waits
+other.store.set("key", "value")
+assert thread.is_alive(), "other waited until one was done"
+thread.join()
+one.close()
+other.close()
+dist.destroy_process_group()
+"""
+
+
+def test_communicators_are_set_up_independently_over_a_tcp_store() -> None:
+    """With one client of the store for both, two ranks that connect them in turn wait for each other."""
+    done = subprocess.run([sys.executable, "-c", SET_UP_TOGETHER], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -238,8 +238,13 @@ def _run(calls: queue.SimpleQueue[tuple[Callable[[], None], Work] | None]) -> No
 
 
 def make_communicator(group: dist.ProcessGroup, name: str, members: Sequence[int]) -> Communicator:
-    """A communicator of ``members``, ranks of a group and this one among them; not connected yet."""
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_process_group_store(group))
+    """A communicator of ``members``, ranks of a group and this one among them; not connected yet.
+
+    Its client of the store is its own: one client serves one thread at a time, also while that waits for a
+    key. Two communicators that two ranks connect in different order would wait for each other.
+    """
+    shared: Any = dist.distributed_c10d._get_process_group_store(group)
+    store = dist.PrefixStore(name, shared.clone())
     return Communicator(store, members.index(group.rank()), members, group_timeout(group), recorder(group))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any
 
 MODES = ("auto", "fast", "dense", "raw")
 REDUCES = ("fp32", "native")
+# Of variables that change what collectives do, or how fast.
+PREFIXES = ("ZIPCCL_", "NCCL_", "GLOO_", "TORCH_NCCL_", "NUMBA_", "OMP_", "CUDA_VISIBLE_DEVICES")
 
 
 def _variable(name: str, default: Any, parse: Callable[[str], Any] = str) -> Any:
@@ -106,3 +108,38 @@ def cache_directory() -> Path:
 def variables() -> dict[str, Any]:
     """The environment variables of a Policy, with their defaults."""
     return {f.metadata["variable"]: f.metadata["default"] for f in fields(Policy)}
+
+
+def relevant_variables() -> dict[str, str]:
+    """The variables of PREFIXES that are set: ours, and others that change what collectives do."""
+    return {name: text for name, text in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+
+
+def is_rank() -> bool:
+    """Whether torchrun, or what sets the same variables, started this process as one of several ranks."""
+    return "RANK" in os.environ
+
+
+def local_rank() -> int:
+    """This rank's number on its host: which GPU it takes."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def num_threads() -> int:
+    """Threads of a rank: OMP_NUM_THREADS, else one, as torchrun has it, where several share a host."""
+    return int(os.environ.get("OMP_NUM_THREADS", "1"))
+
+
+def rank_variables(rank: int, size: int, port: int, others: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a rank on this host, as torchrun would set it, and ``others``."""
+    threads = max(1, (os.cpu_count() or 1) // size)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **others,
+    }

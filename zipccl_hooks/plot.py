@@ -1,4 +1,4 @@
-"""Plots into files, by matplotlib where it is installed: extra ``plot``."""
+"""Figures into files, with the extra "plot"."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ from collections.abc import Callable
 from typing import Any
 
 
-def save(figure: Callable[[], Any], path: str, description: str) -> None:
-    """Draws ``figure()``, a matplotlib Figure, into a file.
-
-    An .svg holds ``description``, so that a test can tell whether it is of today's numbers, and is the same
-    each time. Raises ImportError, naming the extra, without matplotlib.
-    """
+def require() -> None:
+    """Raises ImportError, naming the extra, without matplotlib."""
     try:
-        from matplotlib import rc_context
+        import matplotlib  # noqa: F401
     except ImportError:
         raise ImportError("plot: needs matplotlib, pip install zipccl_hooks[plot]") from None
+
+
+def save(draw: Callable[[], Any], path: str, description: str = "") -> None:
+    """Writes the matplotlib Figure that ``draw`` makes; the file's name tells the format (.svg, .png, .pdf).
+
+    An .svg is the same each time and has ``description`` in it. Raises ImportError as ``require`` does,
+    OSError where the file cannot be written, ValueError for a format that matplotlib does not know.
+    """
+    require()
+    from matplotlib import rc_context
+
     metadata = {"Description": description, "Date": None} if path.endswith(".svg") else None
     with rc_context({"svg.hashsalt": "zipccl", "svg.fonttype": "none"}):
-        figure().savefig(path, dpi=150, metadata=metadata)
+        draw().savefig(path, dpi=150, metadata=metadata)

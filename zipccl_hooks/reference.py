@@ -1,6 +1,6 @@
 """The wire format in NumPy: short, slow, tile by tile. Read it beside the docstring of format.py.
 
-The CPU and CUDA codecs must produce the same bytes; nothing in the package calls this file.
+The CPU and CUDA codecs must produce the same bytes; in the package only the command `check` calls this file.
 Arrays hold bits, never floats: uint8, uint16 or uint32 by the dtype's itemsize.
 """
 

@@ -51,15 +51,25 @@ def field_probabilities(sigma: float, dtype: DType) -> list[float]:
     return [b - a for a, b in zip(below, [*below[1:], 1.0], strict=True)]
 
 
+def entropy(probabilities: Sequence[float]) -> float:
+    """Bits; of exponent fields, the bound for any code of single exponents."""
+    return sum(-p * math.log2(p) for p in probabilities if p > 0)
+
+
+def window_probability(probabilities: Sequence[float], width: int = 7) -> float:
+    """Probability of the likeliest ``width`` neighbouring exponent fields."""
+    p = probabilities
+    return max(sum(p[e : e + width]) for e in range(max(1, len(p) - width + 1)))
+
+
 def entropy_bits(sigma: float, dtype: DType) -> float:
-    """Entropy of the exponent field, the bound for any code of single exponents."""
-    return -sum(p * math.log2(p) for p in field_probabilities(sigma, dtype) if p > 0)
+    """``entropy`` of the exponent field of N(0, sigma^2)."""
+    return entropy(field_probabilities(sigma, dtype))
 
 
 def coverage(sigma: float, dtype: DType, width: int = 7) -> float:
-    """Probability of the likeliest ``width`` neighbouring exponent fields."""
-    p = field_probabilities(sigma, dtype)
-    return max(sum(p[e : e + width]) for e in range(max(1, len(p) - width + 1)))
+    """``window_probability`` of N(0, sigma^2)."""
+    return window_probability(field_probabilities(sigma, dtype), width)
 
 
 def window(sigma: float, width: int = 7) -> range:
