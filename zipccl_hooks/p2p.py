@@ -10,7 +10,8 @@ ranks send and receive::
     rank 1   isend(b, 0), irecv(a, 0)     the same two
 
 Messages between GPUs go the plain way. Tried: directions with NCCL communicators, streams and a switch of
-their own. Two that were set up at the same time hung on two H200; why was not found.
+their own. Two that were set up at the same time hung on two H200: probably since both used one client of the
+store (make_communicator), which was found later. Not tried again yet.
 
 Both ends decide alike, from dtype, size, tag and policy, whether a message is compressed. Where they come to
 different answers, one end waits here and the other in the plain call until the group's timeout, and both
