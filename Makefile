@@ -5,7 +5,10 @@ TORCH ?= torch==2.13.0
 VENV = .venv
 RUN = $(VENV)/bin/python
 
-.PHONY: demo demo-slow-link test test-gpu sanitize-gpu conformance lint bench bench-slow-link clean
+# That check-install installs for.
+PYTHONS ?= $(PYTHON)
+
+.PHONY: demo demo-slow-link test test-gpu sanitize-gpu conformance check-install lint bench bench-slow-link clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/train_ddp.py
@@ -31,6 +34,17 @@ sanitize-gpu:
 	  PYTHONPATH=. compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 \
 	    $(PYTHON) -m pytest tests/test_cuda.py -k "$(SANITIZED)" || exit 1; \
 	done
+
+# sdist and wheel; the wheel in an empty environment, away from the sources, where it checks itself.
+check-install: $(VENV)/installed-dev
+	rm -rf dist
+	$(RUN) -m build . > /dev/null
+	for python in $(PYTHONS); do \
+	  rm -rf .venv/empty && $$python -m venv .venv/empty && \
+	  .venv/empty/bin/python -m pip install --quiet "$(TORCH)" dist/*.whl && \
+	  (cd / && $(CURDIR)/.venv/empty/bin/python -m zipccl_hooks check) || exit 1; \
+	done
+	rm -rf .venv/empty
 
 lint: $(VENV)/installed-dev
 	$(RUN) -m ruff check .
