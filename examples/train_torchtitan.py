@@ -25,7 +25,8 @@ if not torch.cuda.is_available():
     cpu.get_device_properties = lambda _: SimpleNamespace(total_memory=2**30)
     cpu.reset_peak_memory_stats = cpu.empty_cache = lambda: None
     # TorchTitan asks for gradients summed and not divided: PREMUL_SUM by 1, which gloo has not.
-    FSDPModule.set_gradient_divide_factor = lambda self, factor: self.set_force_sum_reduction_for_comms(True)
+    fsdp: Any = FSDPModule
+    fsdp.set_gradient_divide_factor = lambda self, _: self.set_force_sum_reduction_for_comms(True)
 
 from tokenizers import ByteLevelBPETokenizer
 from torchtitan.components.metrics import MetricsProcessor
