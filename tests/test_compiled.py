@@ -148,7 +148,9 @@ def cached(group: dist.ProcessGroup, folder: str) -> tuple[list[int], dict[str, 
     from torch._inductor import config
 
     def step(x: Tensor) -> Tensor:
-        return functional.reduce_scatter_tensor(functional.all_gather_tensor(x * 2, 0, group), "sum", 0, group)
+        return functional.reduce_scatter_tensor(
+            functional.all_gather_tensor(x * 2, 0, group), "sum", 0, group
+        )
 
     def compiled() -> Tensor:
         torch._dynamo.reset()
