@@ -13,7 +13,7 @@ the payload would save the second gather its encoding, beside which it decodes W
 model (choose.py, README's speeds), second gather of 128 MiB on each rank, encoded anew over kept: two H200
 through host memory 1.03x, over NVLink 1.19x (72 us); eight ranks 1.00x and 1.01x; CPUs over 1 Gbit/s 1.00x.
 FSDP2 hides most of that behind compute. Against it: two thirds of the shard's memory through the whole step,
-and the question whether the parameters are still the same. ``_version`` does not see writes through ``.data``,
+and the question whether the parameters are still the same. ``_version`` misses writes through ``.data``,
 and a wrong answer would be silent; comparing the bytes reads as much as encoding them.
 """
 
