@@ -30,6 +30,7 @@ class Regression(lightning.LightningModule):
         self.mp_policy = mp_policy
 
     def configure_model(self) -> None:
+        assert self.device_mesh is not None
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"], mp_policy=self.mp_policy)
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
@@ -37,7 +38,7 @@ class Regression(lightning.LightningModule):
         return nn.functional.mse_loss(self.net(x).float(), y)
 
     def on_train_end(self) -> None:
-        parameters = [p.full_tensor() for p in self.parameters()]
+        parameters = [p.full_tensor() for p in self.parameters()]  # type: ignore[attr-defined]
         total = float(sum(p.double().sum().item() for p in parameters))
         if self.trainer.is_global_zero:
             compressed = sum(c.compressed_calls for c in stats().calls.values())

@@ -17,22 +17,16 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-CPU = not torch.cuda.is_available()
-if CPU:
-    # Before TorchTitan is imported, which asks for the accelerator then, and later what it is and has.
+if not torch.cuda.is_available():
+    # Before TorchTitan is imported, as it looks for the accelerator then.
     torch._utils._get_available_device_type = lambda: "cpu"
-    stand_ins = {
-        "current_device": lambda: 0,
-        "get_device_name": lambda device: "CPU",
-        "get_device_properties": lambda device: SimpleNamespace(total_memory=2**30),
-        "memory_stats": lambda device: {},
-        "reset_peak_memory_stats": lambda: None,
-        "empty_cache": lambda: None,
-    }
-    for name, stand_in in stand_ins.items():
-        setattr(torch.cpu, name, stand_in)
+    cpu: Any = torch.cpu
+    cpu.current_device, cpu.get_device_name, cpu.memory_stats = lambda: 0, lambda _: "CPU", lambda _: {}
+    cpu.get_device_properties = lambda _: SimpleNamespace(total_memory=2**30)
+    cpu.reset_peak_memory_stats = cpu.empty_cache = lambda: None
     # TorchTitan asks for gradients summed and not divided: PREMUL_SUM by 1, which gloo has not.
-    FSDPModule.set_gradient_divide_factor = lambda self, factor: self.set_force_sum_reduction_for_comms(True)
+    fsdp: Any = FSDPModule
+    fsdp.set_gradient_divide_factor = lambda self, _: self.set_force_sum_reduction_for_comms(True)
 
 from tokenizers import ByteLevelBPETokenizer
 from torchtitan.components.metrics import MetricsProcessor
@@ -69,9 +63,7 @@ def options(folder: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    DATASETS["topics"] = DatasetConfig(
-        "", lambda path: Dataset.from_list(TEXT), lambda sample: sample["text"]
-    )
+    DATASETS["topics"] = DatasetConfig("", lambda _: Dataset.from_list(TEXT), lambda sample: sample["text"])
     MetricsProcessor.log = log
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(ConfigManager().parse_args(options(folder) + sys.argv[1:]))

@@ -6,7 +6,9 @@ An output byte that is not written then differs from what is expected, instead o
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from transports import on_ranks as on_ranks
 
 from zipccl_hooks import cpu
 
+ROOT = Path(__file__).parent.parent
 POISON = 0xA5
 
 
@@ -114,3 +117,21 @@ def nccl_ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def nccl_peers_ranks() -> Iterator[Ranks]:
     yield from _nccl_pool()
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Metadata as of an installed package, for child processes to find."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    folder = tmp_path / "zipccl_of_this_test-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: zipccl-of-this-test\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text(
+        "".join(
+            f"[{group}]\n" + "".join(f"{name} = {where}\n" for name, where in entries.items())
+            for group, entries in declared.items()
+        )
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.delenv("ZIPCCL_AUTO_ENABLE", raising=False)
+    return tmp_path

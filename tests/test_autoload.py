@@ -4,30 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Metadata as of an installed package, for child processes to find."""
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    folder = tmp_path / "zipccl_of_this_test-1.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: zipccl-of-this-test\nVersion: 1\n")
-    (folder / "entry_points.txt").write_text(
-        "".join(
-            f"[{group}]\n" + "".join(f"{name} = {where}\n" for name, where in entries.items())
-            for group, entries in declared.items()
-        )
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    monkeypatch.delenv("ZIPCCL_AUTO_ENABLE", raising=False)
-    return tmp_path
 
 
 def run(code: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,6 +24,7 @@ from zipccl_hooks import (
     compressed,
     disable,
     enable,
+    exchange,
     handshake,
     operators,
     reset_stats,
@@ -471,6 +473,43 @@ def missing_rank(group: dist.ProcessGroup) -> None:
 
 def test_a_missing_rank_ends_in_the_groups_timeout(trio: Ranks) -> None:
     trio.run(WORLD, missing_rank)
+
+
+def raises_inside(group: dist.ProcessGroup, underneath: bool) -> str:
+    """Rank 1 runs out of memory while it encodes."""
+    own = fresh_pair(seconds=3)
+    if group.rank() > 1:
+        return ""
+    x = torch.ones(9000)
+
+    def call() -> None:
+        if underneath:
+            with compressed(ALL):
+                dist.all_reduce(x, group=own)
+        else:
+            collectives.all_reduce(x, group=own, policy=ALL)
+
+    def encode(*_: Any) -> int:
+        raise MemoryError("no room for the payload")
+
+    call()
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank() == 1:
+            patch.setattr(exchange.Call, "encode", encode)
+        try:
+            call()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("underneath", [True, False])
+def test_a_rank_that_raises_inside_a_call_ends_the_others_in_the_groups_timeout(
+    trio: Ranks, underneath: bool
+) -> None:
+    waiting, failed = trio.run(WORLD, raises_inside, underneath)[:2]
+    assert failed == "MemoryError: no room for the payload"
+    assert re.fullmatch(r"RuntimeError: .*Timed out waiting 3000ms for recv.*", waiting)
 
 
 def contradiction(group: dist.ProcessGroup) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from zipccl_hooks import Policy, compressed, reset_stats
+from zipccl_hooks import Policy, compressed, disable, enable, reset_stats
 
 ALL = Policy(min_bytes=0)
 BF16 = torch.bfloat16
@@ -139,3 +140,44 @@ def test_inductor_with_bucketing(pair: Ranks) -> None:
         assert found == {
             "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_reduce": 2, "all_to_all_single": 1
         }  # fmt: skip
+
+
+def cached(group: dist.ProcessGroup, folder: str) -> tuple[list[int], dict[str, int]]:
+    """Compiles the same without us and, Dynamo having forgotten it, with: hits of both caches; our counts."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+
+    def step(x: Tensor) -> Tensor:
+        return functional.reduce_scatter_tensor(
+            functional.all_gather_tensor(x * 2, 0, group), "sum", 0, group
+        )
+
+    def compiled() -> Tensor:
+        torch._dynamo.reset()
+        return torch.compile(step, fullgraph=True)(data(group.rank(), NUMEL, BF16))
+
+    counters = torch._dynamo.utils.counters
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        config.patch(force_disable_caches=False, fx_graph_cache=True),
+        functorch_config.patch(enable_autograd_cache=True),
+    ):
+        # One folder for each rank: see inductor_buckets.
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{folder}/{group.rank()}")
+        expected = compiled()
+        counters.clear()
+        reset_stats()
+        enable(ALL)
+        try:
+            assert_same([compiled()], [expected])
+        finally:
+            disable()
+    hits = [counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]]
+    misses = counters["inductor"]["fxgraph_cache_miss"] + counters["aot_autograd"]["autograd_cache_miss"]
+    return [*hits, misses], counts()
+
+
+def test_caches_hit_with_compression_on(pair: Ranks, tmp_path: Path) -> None:
+    for hits, found in pair.run(2, cached, str(tmp_path)):
+        assert hits == [1, 1, 0]
+        assert found == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}

@@ -58,6 +58,14 @@ def test_accelerate() -> None:
     same_parameters(run(*launch, "examples/train_accelerate.py"))
 
 
+@pytest.mark.parametrize("package", ["lightning", "accelerate"])
+def test_fsdp2_in(package: str) -> None:
+    pytest.importorskip(package)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    starter = launch if package == "accelerate" else ()
+    same_parameters(run(*starter, f"examples/train_{package}_fsdp.py"))
+
+
 def test_fsdp() -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     output = run(*launch, "examples/train_fsdp.py")
