@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zipccl_hooks
-from zipccl_hooks import config
+from zipccl_hooks import config, plot
 from zipccl_hooks.__main__ import COMMANDS, main
-from zipccl_hooks.cli import bench, check, inspect, ranks
+from zipccl_hooks.choose import KINDS, CodecSpeed, Cost, Link, default_ratios, predict
+from zipccl_hooks.cli import Failure, bench, check, inspect, profile, ranks
+from zipccl_hooks.format import Mode
 
 ROOT = Path(__file__).parent.parent
 CPUS = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
@@ -315,3 +318,66 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.M
     script.write_text("import os, time\nif os.environ['RANK'] == '1': raise SystemExit(7)\ntime.sleep(60)\n")
     assert ranks.start([str(script)]) == 7
     assert not running(str(script))
+
+
+# profile
+
+
+PROFILE = """
+import sys
+from zipccl_hooks.__main__ import main
+from zipccl_hooks.cli import profile
+profile.SIZES, profile.REPETITIONS = (1, 32), 1
+sys.exit(main(["profile", "--measure", "--file", sys.argv[1]]))
+"""
+
+
+def test_profile_predicts_and_measures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, _ = saved(tmp_path, "pt")  # most of it bf16
+    assert ranks.start(["-c", PROFILE, str(path)], 2, ranks.TRANSPORTS["gloo"]) == 0
+    lines = [line.split() for line in capfd.readouterr().out.splitlines()]
+    assert lines[0][:6] == ["#", "gloo,", "2", "ranks", "on", "1"]
+    costs = {line[0]: float(line[-1]) for line in lines[2:8]}
+    assert list(costs) == [*KINDS, "pairwise"] and min(costs.values()) > 0
+    assert [line[0] for line in lines if len(line) == 4 and line[0] != "#"] == ["fast", "dense"]
+    ratios = {line[0]: line[1:] for line in lines[12:14]}
+    assert lines[11][:4] == ["#", "ratio", "of", "torch.bfloat16"] and 1.4 < float(ratios["fast"][0]) < 1.45
+    rows = [line for line in lines if line[0] in KINDS and len(line) > 3]
+    assert [(row[0], row[1]) for row in rows] == [(kind, mib) for kind in KINDS for mib in ("1", "32")]
+    for row in rows:
+        assert float(row[4][:-1]) == pytest.approx(
+            float(row[2]) / float(row[3]), abs=0.02
+        )  # plain over zipped
+        assert (row[5] == "plain") == (float(row[4][:-1]) <= 1.03) or 1.02 < float(row[4][:-1]) < 1.04
+        # Only sizes to MEASURED_MIB are run; the last column is the number of wrong elements.
+        assert (len(row), row[-1]) == ((10, "0") if row[1] == "1" else (6, row[5]))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"), [(None, "No such file"), (torch.arange(9), "no tensors of a dtype")]
+)
+def test_profile_of_a_file_that_will_not_do(
+    tensor: torch.Tensor | None, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.pt"
+    if tensor is None:
+        assert main(["profile", "--file", str(path)]) == 1
+        assert capsys.readouterr().err.startswith(f"python -m zipccl_hooks profile: {path}: {why}")
+    else:
+        torch.save(tensor, path)
+        with pytest.raises(Failure, match=why):
+            profile.file_sample(str(path))
+
+
+def test_profile_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    link = Link(2, 1, dict.fromkeys(KINDS, Cost(1e-4, 1e8)))
+    cost = Cost(1e-5, 2e9)
+    speeds = {Mode.DENSE: CodecSpeed(cost, cost, cost)}
+    rows = [
+        (mib, predict(kind, mib * 2**20, 2, link, speeds, default_ratios("bfloat16")), None)
+        for kind in KINDS
+        for mib in profile.SIZES
+    ]
+    plot.save(partial(profile.figure, rows), str(tmp_path / "x.png"))
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

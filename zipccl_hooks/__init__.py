@@ -10,7 +10,7 @@ from . import backend, collectives
 from .activation import compressed, compressed_redistribute, disable, enable
 from .codec import decode, encode
 from .config import Policy
-from .counters import reset_stats, stats
+from .counters import log_every, reset_stats, stats
 from .ddp import ZipState, zipccl_hook
 from .switch import explain
 
@@ -34,6 +34,7 @@ __all__ = [
     "enable",
     "encode",
     "explain",
+    "log_every",
     "reset_stats",
     "stats",
     "zipccl_hook",

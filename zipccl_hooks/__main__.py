@@ -3,6 +3,7 @@
     env       what is installed, and what would be compressed here
     check     whether codec and collectives deliver the very bits on this machine's devices
     bench     collectives, plain against compressed: a table of times, ratios and wrong bits
+    profile   what link and codec cost here, and what compression is expected to gain
     inspect   how far the tensors of a file would shrink, and in which mode
 
 Exit status: 0; 1 where something is wrong or cannot be done; 2 for arguments that are none; 130 for Ctrl-C.
@@ -14,9 +15,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .cli import Failure, bench, check, env, inspect
+from .cli import Failure, bench, check, env, inspect, profile
 
-COMMANDS = {"env": env, "check": check, "bench": bench, "inspect": inspect}
+COMMANDS = {"env": env, "check": check, "bench": bench, "profile": profile, "inspect": inspect}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

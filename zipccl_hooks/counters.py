@@ -46,6 +46,10 @@ class CallStats:
         return self.raw_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
 
+# What ``Stats.flat`` tells of every kind of call.
+FLAT = ("calls", "compressed_calls", "raw_bytes", "sent_bytes", "native_bytes", "overflows", "ratio")
+
+
 @dataclass
 class Stats:
     """Counters of one process group by kind of call; ``print`` it for a table."""
@@ -55,11 +59,35 @@ class Stats:
 
     @property
     def raw_bytes(self) -> int:
-        return sum(c.raw_bytes for c in self.calls.values())
+        return self.total.raw_bytes
 
     @property
     def sent_bytes(self) -> int:
-        return sum(c.sent_bytes for c in self.calls.values())
+        return self.total.sent_bytes
+
+    @property
+    def total(self) -> CallStats:
+        """All kinds of call together."""
+        total = CallStats()
+        for one in self.calls.values():
+            total.add(one)
+        return total
+
+    def flat(self) -> dict[str, float]:
+        """Numbers for TensorBoard, W&B or Lightning's ``log_dict``, this rank's.
+
+        "zipccl/<counter>" is the total, "zipccl/<call>/<counter>" that of a kind of call, from its first call
+        on; counters are those of FLAT.
+        """
+        rows = {"zipccl": self.total, **{f"zipccl/{name}": one for name, one in sorted(self.calls.items())}}
+        return {f"{prefix}/{name}": getattr(one, name) for prefix, one in rows.items() for name in FLAT}
+
+    def summary(self) -> str:
+        """One line."""
+        total = self.total
+        sizes = f"{total.raw_bytes / 1e6:.1f} MB as {total.sent_bytes / 1e6:.1f} MB, ratio {total.ratio:.3f}"
+        compressed = f"{total.compressed_calls} of {total.calls} calls compressed"
+        return f"zipccl, group {self.group}: {compressed}, {sizes}"
 
     def __str__(self) -> str:
         row = "{:<24} {:>7} {:>10} {:>12} {:>12} {:>6}  {}"
@@ -85,6 +113,14 @@ class Recorder:
         self._lock = threading.Lock()
         self._stats = Stats(group)
         self._logged: set[tuple[str, str]] = set()
+        self._counted = 0  # calls since ``log_every``
+
+    def _due(self) -> str | None:
+        """Counts a call; the summary, if it is time for one. With the lock held."""
+        if not _every:
+            return None
+        self._counted = (self._counted + 1) % _every
+        return None if self._counted else self._stats.summary()
 
     def _call(self, name: str) -> CallStats:
         found = self._stats.calls.get(name)
@@ -101,6 +137,9 @@ class Recorder:
             first = (name, reason) not in self._logged
             if first:
                 self._logged.add((name, reason))
+            due = self._due()
+        if due:
+            logger.info(due)
         if first:
             logger.info(
                 "%s in group %s goes native: %s (%d bytes)", name, self._stats.group, reason, num_bytes
@@ -113,6 +152,9 @@ class Recorder:
             call.raw_bytes += raw_bytes
             call.sent_bytes += sent_bytes
             call.modes.update(modes)
+            due = self._due()
+        if due:
+            logger.info(due)
 
     def overflow(self, name: str) -> None:
         with self._lock:
@@ -127,6 +169,21 @@ class Recorder:
     def reset(self) -> None:
         with self._lock:
             self._stats.calls.clear()
+
+
+_every = 0
+
+
+def log_every(calls: int) -> None:
+    """Logs ``Stats.summary`` of a group after each so many of its calls; 0, as at first: never.
+
+    The level is INFO, the logger zipccl_hooks.counters: ``TORCH_LOGS=zipccl_hooks`` or the logging module
+    shows it. Raises ValueError for anything but an integer of at least 0.
+    """
+    global _every
+    if not isinstance(calls, int) or calls < 0:
+        raise ValueError(f"calls: expected an integer of at least 0, got {calls!r}")
+    _every = calls
 
 
 _recorders: weakref.WeakKeyDictionary[dist.ProcessGroup, Recorder] = weakref.WeakKeyDictionary()

@@ -101,13 +101,11 @@ def _measured(args: argparse.Namespace, lead: bool) -> Iterator[Measured]:
         who = f"{dist.get_backend()}, {dist.get_world_size()} ranks, torch {torch.__version__}"
         print(f"# {who}, mode {args.mode}\n{HEAD}", flush=True)
     for mib in args.sizes:
-        for row in ROWS:
-            make, dtype, data, label = row
+        for make, dtype, data, label in ROWS:
             if args.only not in f"{make.__name__} {label}":
                 continue
-            found = measure(
-                row, data(int(mib * 2**20) // dtype.itemsize, dtype), mib, policy, args.repetitions
-            )
+            x = data(int(mib * 2**20) // dtype.itemsize, dtype)
+            found = measure(make, label, x, mib, policy, args.repetitions)
             if lead:
                 print(_text(found), flush=True)
             yield found

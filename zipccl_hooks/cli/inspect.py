@@ -24,7 +24,7 @@ from .. import ops, plot
 from ..codec import encode_into
 from ..format import DTYPES, GROUP, TILE, Mode
 from ..theory import entropy, window_probability
-from . import Failure
+from . import Failure, progress
 from .tensors import tensors
 
 SAMPLE = 4 * 1024 * 1024  # elements
@@ -140,22 +140,16 @@ def run(args: argparse.Namespace) -> int:
 def _inspected(path: str, most: int) -> Iterator[Inspected]:
     count, named = tensors(path)
     for k, (name, x) in enumerate(named):
-        _progress(f"{Path(path).name}: {k + 1} of {count}")
+        progress(f"{Path(path).name}: {k + 1} of {count}")
         try:
             found = inspect(name, x, most)
         except TypeError as error:
             found = None
-            _progress("")
+            progress("")
             print(f"{name}: left out, {error}", file=sys.stderr)
-        _progress("")
+        progress("")
         if found is not None:
             yield found
-
-
-def _progress(text: str) -> None:
-    """On a terminal, in place of what was there before; rows on the same terminal push it along."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _row(name: str, dtype: str, *columns: str) -> str:

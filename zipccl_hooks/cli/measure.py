@@ -16,7 +16,7 @@ from .. import switch
 from ..channel import channel
 from ..config import Policy
 from ..counters import reset_stats, stats
-from .cases import Case, Row
+from .cases import Case
 from .ranks import DEVICE
 
 BATCH_SECONDS = 0.02
@@ -109,9 +109,15 @@ def _expected(name: str, x: Tensor, policy: Policy, native: bool) -> float | Non
     return plan.seconds if plan else prediction.native
 
 
-def measure(row: Row, x: Tensor, mib: float, policy: Policy, repetitions: int) -> Measured:
-    """Times one row on ``x``, this rank's data. Collective."""
-    make, _, _, label = row
+def measure(
+    make: Callable[[Tensor, Policy], Case],
+    label: str,
+    x: Tensor,
+    mib: float,
+    policy: Policy,
+    repetitions: int,
+) -> Measured:
+    """Times a case on ``x``, this rank's data, which ``label`` describes. Collective."""
     case = make(x, policy)
     reset_stats()
     plain, zipped, wrong = _times(case, repetitions)
