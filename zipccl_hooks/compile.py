@@ -56,7 +56,7 @@ def estimate_ms(node: fx.Node, override_size: int | None = None) -> float | None
     if name is None:
         return None
     names = [argument.name for argument in target._schema.arguments]
-    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    arguments: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     x, group = arguments["input"].meta["val"], _group(arguments["group_name"])
     policy, switch, numel = policy_of(group), known_switch(group, x.device), x.numel()
     if policy is None or not policy.enabled or switch is None or not isinstance(numel, int):
@@ -73,5 +73,7 @@ def estimate_ms(node: fx.Node, override_size: int | None = None) -> float | None
 
 def _group(named: Any) -> dist.ProcessGroup:
     """A functional collective's group: named, itself, or a node that is one, by version and graph."""
-    found = named.meta["val"] if isinstance(named, fx.Node) else named
-    return dist.distributed_c10d._resolve_process_group(found) if isinstance(found, str) else found
+    found: Any = named.meta["val"] if isinstance(named, fx.Node) else named
+    return (
+        found if isinstance(found, dist.ProcessGroup) else dist.distributed_c10d._resolve_process_group(found)
+    )
