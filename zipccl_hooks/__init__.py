@@ -9,6 +9,7 @@ import torch  # noqa: F401  first: at its end it may call zipccl_autoload.py, wh
 from . import backend, collectives
 from .activation import compressed, compressed_redistribute, disable, enable
 from .codec import decode, encode
+from .compile import estimate_ms
 from .config import Policy
 from .counters import log_every, reset_stats, stats
 from .ddp import ZipState, zipccl_hook
@@ -33,6 +34,7 @@ __all__ = [
     "disable",
     "enable",
     "encode",
+    "estimate_ms",
     "explain",
     "log_every",
     "reset_stats",

@@ -283,3 +283,8 @@ def channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
         found = held[device.index] = Channel(comm, group_backend(group, device), device)
         weakref.finalize(group, found.close)
     return found
+
+
+def opened(group: dist.ProcessGroup, device: torch.device) -> Channel | None:
+    """The channel of a group on a device, if there was a call for it."""
+    return _channels.get(group, {}).get(device.index)

@@ -97,14 +97,17 @@ def decline_reason(
         return "disabled by policy"
     if num_bytes is not None and num_bytes < policy.min_bytes:
         return BELOW_MIN_BYTES  # first: small calls must not notice
-    if (why := unfit_reason(tensor, group)) is not None:
-        return why
+    return unfit_reason(tensor, group) or policy_reason(tensor.dtype, group, policy, op)
+
+
+def policy_reason(dtype: torch.dtype, group: dist.ProcessGroup, policy: Policy, op: Any = None) -> str | None:
+    """Why calls of any size on tensors that are fit go native by the policy; arguments as above."""
     if op is not None:
         if policy.reduce == "native":
             return "reduce=native"
-        if tensor.dtype not in SUM_DTYPES:
-            return f"sum of {tensor.dtype}"
-        if scale_of(op, group.size(), tensor.dtype) is None:
+        if dtype not in SUM_DTYPES:
+            return f"sum of {dtype}"
+        if scale_of(op, group.size(), dtype) is None:
             return "reduce op"
     if policy.mode == "raw":
         return "mode raw"

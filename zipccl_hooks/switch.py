@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from . import cuda_exchange, link, nodes
-from .channel import LAG, Channel, channel
+from .channel import LAG, Channel, channel, opened
 from .choose import (
     CROSS,
     LOCAL,
@@ -267,6 +267,12 @@ def switch(channel: Channel) -> Switch:
     if found is None:
         found = _switches[channel] = Switch(channel)
     return found
+
+
+def known_switch(group: dist.ProcessGroup, device: torch.device) -> Switch | None:
+    """The switch of a group on a device, if it has been measured."""
+    found = opened(group, device)
+    return None if found is None else _switches.get(found)
 
 
 def explain(
