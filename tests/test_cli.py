@@ -6,6 +6,7 @@ import contextlib
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 import zipccl_hooks
 from zipccl_hooks import config, plot
-from zipccl_hooks.__main__ import COMMANDS, main
+from zipccl_hooks.__main__ import COMMANDS, main, make_parser
 from zipccl_hooks.choose import KINDS, CodecSpeed, Cost, Link, default_ratios, predict
 from zipccl_hooks.cli import Failure, bench, check, inspect, profile, ranks
 from zipccl_hooks.format import Mode
@@ -48,6 +49,14 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert all(f"\n    {name} " in out for name in COMMANDS)
+
+
+def test_commands_of_the_documentation_can_be_given() -> None:
+    pattern = r"^    (?:python|torchrun --nproc-per-node \d) -m zipccl_hooks (.*?) *(?:#.*)?$"
+    for name in ("README.md", "docs/cli.md"):
+        given = re.findall(pattern, (ROOT / name).read_text(), re.MULTILINE)
+        parsed = [make_parser().parse_args(line.split()) for line in given if "COMMAND" not in line]
+        assert {args.command for args in parsed} == set(COMMANDS), name
 
 
 # env
