@@ -263,6 +263,21 @@ def test_bench_prints_and_writes_what_it_measured(tmp_path: Path) -> None:
         assert [row["ratio"] for row in csv.DictReader(file)] == [str(row["ratio"]) for row in rows]
 
 
+def test_sums_of_three_ranks_are_not_compared(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "bench",
+        "--sizes",
+        "0.3",
+        "--repetitions",
+        "1",
+        "--only",
+        "ce",
+    ]  # reduce_scatter, all_reduce
+    assert ranks.start(["-m", "zipccl_hooks", *arguments], 3, ranks.TRANSPORTS["gloo"]) == 0
+    rows = [line.split() for line in capfd.readouterr().out.splitlines() if not line.startswith("#")]
+    assert [row[-1] for row in rows] == ["-"] * 5
+
+
 WRONG = """
 import sys
 from zipccl_hooks.__main__ import main
