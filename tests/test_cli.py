@@ -6,6 +6,7 @@ import contextlib
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 import zipccl_hooks
 from zipccl_hooks import config, plot
-from zipccl_hooks.__main__ import COMMANDS, main
+from zipccl_hooks.__main__ import COMMANDS, main, make_parser
 from zipccl_hooks.choose import KINDS, CodecSpeed, Cost, Link, default_ratios, predict
 from zipccl_hooks.cli import Failure, bench, check, inspect, profile, ranks
 from zipccl_hooks.format import Mode
@@ -48,6 +49,14 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert all(f"\n    {name} " in out for name in COMMANDS)
+
+
+def test_commands_of_the_documentation_can_be_given() -> None:
+    pattern = r"^    (?:python|torchrun --nproc-per-node \d) -m zipccl_hooks (.*?) *(?:#.*)?$"
+    for name in ("README.md", "docs/cli.md"):
+        given = re.findall(pattern, (ROOT / name).read_text(), re.MULTILINE)
+        parsed = [make_parser().parse_args(line.split()) for line in given if "COMMAND" not in line]
+        assert {args.command for args in parsed} == set(COMMANDS), name
 
 
 # env
@@ -252,6 +261,21 @@ def test_bench_prints_and_writes_what_it_measured(tmp_path: Path) -> None:
     assert [row["ratio"] for row in rows] == pytest.approx([1.5, 2.4, 1.2], rel=0.02)
     with files[1].open() as file:
         assert [row["ratio"] for row in csv.DictReader(file)] == [str(row["ratio"]) for row in rows]
+
+
+def test_sums_of_three_ranks_are_not_compared(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "bench",
+        "--sizes",
+        "0.3",
+        "--repetitions",
+        "1",
+        "--only",
+        "ce",
+    ]  # reduce_scatter, all_reduce
+    assert ranks.start(["-m", "zipccl_hooks", *arguments], 3, ranks.TRANSPORTS["gloo"]) == 0
+    rows = [line.split() for line in capfd.readouterr().out.splitlines() if not line.startswith("#")]
+    assert [row[-1] for row in rows] == ["-"] * 5
 
 
 WRONG = """

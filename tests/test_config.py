@@ -12,7 +12,9 @@ from zipccl_hooks.counters import CallStats, Stats
 
 
 def test_defaults() -> None:
-    assert Policy() == Policy(enabled=True, mode="auto", min_bytes=2097152, reduce="fp32", adaptive=True)
+    assert Policy() == Policy(
+        enabled=True, mode="auto", min_bytes=2097152, reduce="fp32", adaptive=True, verify=False
+    )
     with pytest.raises(FrozenInstanceError):
         Policy().mode = "fast"  # type: ignore[misc]
     assert hash(Policy()) == hash(Policy())
@@ -24,9 +26,12 @@ def test_the_environment_sets_defaults_and_code_wins(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ZIPCCL_ENABLED", "off")
     monkeypatch.setenv("ZIPCCL_REDUCE", "native")
     monkeypatch.setenv("ZIPCCL_ADAPTIVE", "0")
-    assert Policy() == Policy(enabled=False, mode="fast", min_bytes=7, reduce="native", adaptive=False)
+    monkeypatch.setenv("ZIPCCL_VERIFY", "1")
+    assert Policy() == Policy(
+        enabled=False, mode="fast", min_bytes=7, reduce="native", adaptive=False, verify=True
+    )
     assert Policy(mode="dense", enabled=True).mode == "dense"
-    names = ("ADAPTIVE", "ENABLED", "MIN_BYTES", "MODE", "REDUCE")
+    names = ("ADAPTIVE", "ENABLED", "MIN_BYTES", "MODE", "REDUCE", "VERIFY")
     assert set(config.variables()) == {f"ZIPCCL_{name}" for name in names}
 
 

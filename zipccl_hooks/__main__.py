@@ -20,20 +20,22 @@ from .cli import Failure, bench, check, env, inspect, profile
 COMMANDS = {"env": env, "check": check, "bench": bench, "profile": profile, "inspect": inspect}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m zipccl_hooks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
-        text = module.__doc__ or ""
         sub = commands.add_parser(
-            name,
-            description=text,
-            help=text.splitlines()[0],
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_arguments(sub)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carries out a command; its exit status."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)  # for ranks that carry out the same command
     try:

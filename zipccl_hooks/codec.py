@@ -38,6 +38,19 @@ def encode_into(x: Tensor, mode: Mode, payload: Tensor) -> Header:
     return header
 
 
+def seal(header: Header, x: Tensor, payload: Tensor) -> None:
+    """Adds the checksum of ``x``, contiguous, to the header at the start of its payload."""
+    header = header.sealed(int(ops.checksum(x)))
+    packed = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+    payload[:HEADER_BYTES] = packed.to(payload.device)
+
+
+def check_seal(header: Header, x: Tensor) -> None:
+    """Raises CorruptPayload where a header has a checksum that is not that of ``x``, the decoded tensor."""
+    if header.checksum is not None and header.sealed(int(ops.checksum(x))) != header:
+        raise CorruptPayload("payload checksum: the tensor or the header is damaged")
+
+
 def encode(x: Tensor, *, mode: str = "auto") -> Tensor:
     """Losslessly compresses a tensor.
 
@@ -63,9 +76,8 @@ def encode(x: Tensor, *, mode: str = "auto") -> Tensor:
         ops.payload_capacity(x.numel(), x.dtype, wire_mode), dtype=torch.uint8, device=x.device
     )
     header = replace(encode_into(x, wire_mode, buffer), shape=tuple(x.shape))
-    header = header.sealed(int(ops.checksum(x.contiguous())))
     payload = buffer[: header.payload_bytes].clone()
-    payload[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(payload.device)
+    seal(header, x.contiguous(), payload)
     return payload
 
 
@@ -103,8 +115,7 @@ def decode(payload: Tensor, *, out: Tensor | None = None) -> Tensor:
     if result is None or not result.is_contiguous():
         result = torch.empty(header.shape, dtype=dtype, device=payload.device)
     ops.decode_out(payload, out=result)
-    if header.checksum is not None and header.sealed(int(ops.checksum(result))) != header:
-        raise CorruptPayload("payload checksum: the tensor or the header is damaged")
+    check_seal(header, result)
     if out is not None and result is not out:
         out.copy_(result.view(out.shape))
         return out

@@ -14,6 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -157,6 +158,7 @@ class Communicator:
         self.size, self.group_rank = len(members), members[rank]
         self.recorder = recorder
         self.backend: Any = None
+        self.calls: Counter[str] = Counter()  # that are verified, by name
         self.trees: dict[str, Any] = {}  # nodes.Tree by kind of device
         self.closers: list[Callable[[], None]] = []  # of what lives as long
         self._buffers: dict[str, Tensor] = {}

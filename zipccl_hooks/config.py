@@ -56,6 +56,8 @@ class Policy:
                                                native: reductions are left to the plain collective
     adaptive   ``ZIPCCL_ADAPTIVE``     True    CUDA tensors: compress only what switch.py expects to be faster
                                                so; False: whatever can be compressed
+    verify     ``ZIPCCL_VERIFY``       False   CPU tensors: check the checksums of all payloads, and
+                                               repeat some calls uncompressed; see exchange.py
     ========== ======================= ======= ==========================================================
 
     Raises ValueError, naming the field, for a value that is none of its choices.
@@ -68,6 +70,7 @@ class Policy:
     min_bytes: int = _variable("ZIPCCL_MIN_BYTES", 2 * 1024 * 1024, int)
     reduce: str = _variable("ZIPCCL_REDUCE", "fp32")
     adaptive: bool = _variable("ZIPCCL_ADAPTIVE", True, _switch)
+    verify: bool = _variable("ZIPCCL_VERIFY", False, _switch)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

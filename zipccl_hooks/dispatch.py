@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +26,9 @@ from .exchange import Call
 from .format import TILE, align
 from .switch import Kind, switch
 
+logger = logging.getLogger(__name__)
+
+VERIFY_EVERY = 64  # calls of a kind: one is repeated uncompressed
 FASTER_SO = "faster so"  # the reason of what the switch leaves plain
 
 
@@ -129,10 +134,14 @@ def prepare(
 def on_thread(request: Request, comm: Communicator, policy: Policy) -> Work:
     """Has the communicator's thread carry out a request."""
     dtype = request.tensor.dtype
-    call = Call(comm, request.name, dtype, resolve_mode(policy.mode, dtype))
+    call = Call(comm, request.name, dtype, resolve_mode(policy.mode, dtype), verify=policy.verify)
     flat, put_back = request.flat_outputs()
 
     def carry_out() -> None:
+        if policy.verify:
+            turn = comm.calls[call.name]  # in the order of the calls, which is that of all ranks
+            comm.calls[call.name] += 1
+            call.turn = turn + 1 if turn % VERIFY_EVERY == 0 else 0
         request.body(call, flat)
         call.finish()
         put_back()
@@ -144,6 +153,8 @@ def _prepare_on_streams(
     request: Request, group: dist.ProcessGroup, policy: Policy
 ) -> Callable[[bool], CudaWork | None] | None:
     """``prepare`` of a call on CUDA tensors, where a switch may expect plain to be faster."""
+    if policy.verify:
+        _warn_of_verify()
     dtype = request.tensor.dtype
     found, mode = channel(group, request.tensor.device), resolve_mode(policy.mode, dtype)
     chooser = switch(found) if policy.adaptive else None
@@ -169,6 +180,11 @@ def _prepare_on_streams(
         return work
 
     return start
+
+
+@cache
+def _warn_of_verify() -> None:
+    logger.warning("Policy(verify=True) checks calls on CPU tensors, none on CUDA tensors")
 
 
 @dataclass(frozen=True)

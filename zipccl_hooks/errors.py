@@ -37,6 +37,10 @@ class PeerMismatch(ZipcclError):
     """
 
 
+class VerificationFailed(ZipcclError):
+    """A call that ``Policy(verify=True)`` repeated uncompressed, with other bits."""
+
+
 @contextmanager
 def naming_peer(peer: int) -> Iterator[None]:
     """Adds the peer to a ZipcclError raised inside, which had none."""

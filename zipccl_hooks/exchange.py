@@ -9,6 +9,10 @@ transfer and buffers stay small:
 
 Sizes of a piece follow the data of the piece before it through the same connection, so they have
 arrived when that data has, and cost no round trip of their own.
+
+With ``Policy(verify=True)`` every payload has the checksum of its tensor, and whoever decodes it compares;
+also those of sums, whose addition is not checked. Every 64th call of a kind, from the first on, then moves
+its tensors uncompressed as well and compares bits: a checksum does not see a part in the wrong place.
 """
 
 from __future__ import annotations
@@ -26,10 +30,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from . import ops
-from .codec import encode_into
+from .codec import check_seal, encode_into, seal
 from .communicator import Communicator
-from .errors import PeerMismatch, ZipcclError
-from .format import GROUP, TILE, Mode, align
+from .errors import PeerMismatch, VerificationFailed, ZipcclError
+from .format import GROUP, TILE, Header, Mode, align
 
 # What a call is in descriptions: its place here, and for the two ends of a message the same one.
 CALLS = (
@@ -75,6 +79,8 @@ class Call:
     modes: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None
     longest: int = 0
+    verify: bool = False  # check the checksum of every payload
+    turn: int = 0  # of a call that is repeated uncompressed, its number among those of its kind; else 0
     digest: int = 0  # 32 bits of what else must be alike: sizes of coalesced tensors, a message's policy
     channel: Any = None
     stage: int = 0  # exchanges of the call so far
@@ -98,14 +104,23 @@ class Call:
     def encode(self, part: Tensor, buffer: Tensor) -> int:
         with record_function("zipccl::encode"):
             header = encode_into(part, self.mode, buffer)
+            if self.verify:
+                seal(header, part, buffer)
         self.modes[header.mode.name.lower()] += 1
         return header.payload_bytes
 
     def decode(self, payload: Tensor, out: Tensor, peer: int) -> None:
         with record_function("zipccl::decode"), self._named(peer):
             ops.decode_out(payload, out=out)
+            if self.verify:
+                check_seal(Header.read(payload), out)
 
     def decode_sum(self, sources: list[Tensor], scale: float, out: Tensor) -> None:
+        if self.verify:
+            # Before the sum takes the place of a source.
+            for peer, source in enumerate(sources):
+                if source.dtype == torch.uint8:
+                    self.decode(source, torch.empty_like(out), peer)
         with record_function("zipccl::decode"), self._named(None):
             ops.decode_sum_out(sources, scale=scale, out=out)
 
@@ -138,7 +153,7 @@ def agree(call: Call, detail: float, sends: Sequence[int], expects: Sequence[int
     comm, size, members = call.comm, call.comm.size, call.comm.members
     (detail_bits,) = struct.unpack("<q", struct.pack("<d", detail))
     dtype = ops.format_dtype(call.dtype).code
-    operation = call.digest << 8 | CODES[call.name]
+    operation = call.digest << 9 | call.verify << 8 | CODES[call.name]
     rows = comm.gather_row([operation, dtype, detail_bits, *sends, *expects])
     call.sent_bytes += call.peers * 8 * len(rows[0])
     for what, column in (("operation, sizes or policy", 0), ("dtype", 1), ("root or reduce operation", 2)):
@@ -210,6 +225,25 @@ def _pairwise(comm: Communicator, sends: Sequence[Tensor], receives: Sequence[Te
     return works + [comm.backend.send([sends[i]], i, 0) for i in peers if sends[i].numel()]
 
 
+def _compare(call: Call, sends: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """Where a call is to be repeated, moves the tensors themselves, and expects the same in ``outs``."""
+    if not call.turn:
+        return
+    plain = [torch.empty_like(out) for out in outs]
+    plain[call.comm.rank] = sends[call.comm.rank]
+    _wait(_pairwise(call.comm, [s.view(torch.uint8) for s in sends], [p.view(torch.uint8) for p in plain]))
+    for peer, (moved, out) in enumerate(zip(plain, outs, strict=True)):
+        _expect(call, moved, out, peer)
+
+
+def _expect(call: Call, plain: Tensor, out: Tensor, peer: int) -> None:
+    """A difference is an error of the call, unless it has one."""
+    if call.error is None and not torch.equal(plain.view(torch.uint8), out.view(torch.uint8)):
+        message = f"{call.name}: call {call.turn} of its kind has other bits than uncompressed"
+        members = call.comm.members
+        call.error = VerificationFailed(message, rank=call.comm.group_rank, peer=members[peer])
+
+
 def _exchange(
     call: Call,
     longest: int,
@@ -272,6 +306,7 @@ def all_gather(call: Call, x: Tensor, outs: Sequence[Tensor]) -> None:
 
     longest = max(out.numel() for out in outs)
     _exchange(call, longest, encode, call.capacity(min(x.numel(), step)), consume)
+    _compare(call, [x] * call.comm.size, outs)
 
 
 def _all_to_all(
@@ -323,6 +358,7 @@ def all_to_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> N
                 call.decode(source, piece, peer)
 
     _all_to_all(call, parts, call.longest, consume)
+    _compare(call, parts, outs)
 
 
 def broadcast(call: Call, x: Tensor, root: int) -> None:
@@ -352,3 +388,7 @@ def broadcast(call: Call, x: Tensor, root: int) -> None:
             call.decode(payload, x[piece * step : (piece + 1) * step], root)
 
     _in_pieces(call, x.numel(), encode, exchange, decode)
+    if call.turn:
+        plain = x.clone().view(torch.uint8)
+        comm.backend.broadcast([plain], options).wait()
+        _expect(call, plain, x, root)

@@ -109,7 +109,7 @@ class Tree:
         return partial
 
     def _exchange(self, call: Call, terms: list[Tensor], out: Tensor, scale: float, flat: Flat) -> None:
-        sub = Call(self.comm, call.name, call.dtype, call.mode)
+        sub = Call(self.comm, call.name, call.dtype, call.mode, verify=call.verify)
         sizes = [term.numel() for term in terms]
         sub.description = (scale, sizes, [out.numel()] * len(terms))
         upper, lower = call.channel, self.channel

@@ -57,7 +57,7 @@ class Direction:
             with self._explained(name):
                 self.comm.connect()
                 n = tensor.numel()
-                call.digest = zlib.crc32(f"{policy.mode} {policy.adaptive}".encode())
+                call.digest = zlib.crc32(f"{policy.mode} {policy.adaptive} {policy.verify}".encode())
                 exchange.agree(call, 0.0, [n, n] if self._sends else [0, 0], [n, 0])
                 exchange.broadcast(call, flatten(call, tensor) if self._sends else flat[0], 0)
 

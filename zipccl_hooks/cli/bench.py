@@ -3,11 +3,12 @@
     python -m zipccl_hooks bench                              # two GPUs, over each transport; else gloo
     torchrun --nproc-per-node 2 -m zipccl_hooks bench         # NCCL if there are GPUs, else gloo
 
-Bits are compared before a time is printed; exit status 1 if any are wrong. Bandwidths are of the
-uncompressed bytes, so rows compare. Plain and compressed calls alternate in one run; times are medians over
-all repetitions of the slowest rank. On GPUs a repetition is a batch of calls one behind the other, timed by
-events; "path" is what the switch chose for most of them, "model" what it expects that to take. all_reduce and
-its plain twin include the copy that restores the tensor.
+Bits are compared before a time is printed; exit status 1 if any are wrong. Sums of more than two ranks
+have "-", as the order of their additions is another. Bandwidths are of the uncompressed bytes. Plain and
+compressed calls alternate in one run; times are medians over all repetitions of the slowest rank. On GPUs a
+repetition is a batch of calls one behind the other, timed by events; "path" is what the switch chose for most
+of them, "model" what it expects that to take. all_reduce and its plain twin include the copy that
+restores the tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from ..config import MODES, Policy, is_rank
 from . import Failure
-from .cases import ROWS
+from .cases import ROWS, whole_parts
 from .measure import Measured, measure
 from .ranks import DEVICE, TRANSPORTS, default_transports, joined, start
 
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
                 _write(args, [row.as_dict() for row in rows])
         return int(lead and any(row.wrong for row in rows))
     _write(args, [])  # what cannot be written is known before anything is measured
-    gathered: list[dict[str, Any]] = []
+    gathered, code = list[dict[str, Any]](), 0
     for name in args.transports:
         print(f"# transport {name}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
@@ -89,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
             if part.exists():
                 gathered += [{"transport": name, **row} for row in json.loads(part.read_text())]
         if code != 0:
-            return code
+            break
     _write(args, gathered)
-    return 0
+    return code
 
 
 def _measured(args: argparse.Namespace, lead: bool) -> Iterator[Measured]:
@@ -104,7 +105,7 @@ def _measured(args: argparse.Namespace, lead: bool) -> Iterator[Measured]:
         for make, dtype, data, label in ROWS:
             if args.only not in f"{make.__name__} {label}":
                 continue
-            x = data(int(mib * 2**20) // dtype.itemsize, dtype)
+            x = data(whole_parts(mib, dtype), dtype)
             found = measure(make, label, x, mib, policy, args.repetitions)
             if lead:
                 print(_text(found), flush=True)
@@ -116,7 +117,7 @@ def _text(m: Measured) -> str:
     return (
         f"  {m.call:<15}{m.data:<14}{m.mib:>6g}{m.plain_seconds * 1e3:>10.3f}{m.plain_busbw:>8.2f}"
         f"{m.zipped_seconds * 1e3:>11.3f}{m.zipped_busbw:>8.2f}{model:>10}"
-        f"{m.path:>8}{m.ratio:>7.3f}{m.speedup:>9.3f}{m.wrong:>8}"
+        f"{m.path:>8}{m.ratio:>7.3f}{m.speedup:>9.3f}{m.wrong_text:>8}"
     )
 
 

@@ -27,6 +27,12 @@ class Case:
     bus_factor: float  # bus bandwidth over size / time, as nccl-tests defines it
 
 
+def whole_parts(mib: float, dtype: torch.dtype) -> int:
+    """Elements of about ``mib`` MiB, as many for every rank."""
+    size = dist.get_world_size()
+    return max(1, int(mib * 2**20) // (dtype.itemsize * size)) * size
+
+
 def gaussian(numel: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(numel, device=DEVICE) * 0.02).to(dtype)
 
@@ -108,6 +114,7 @@ def send_recv(x: Tensor, policy: Policy) -> Case:
     )  # fmt: skip
 
 
+SUMS = ("reduce_scatter", "all_reduce")
 Row = tuple[Callable[[Tensor, Policy], Case], torch.dtype, Callable[[int, torch.dtype], Tensor], str]
 ROWS: Sequence[Row] = (
     (all_gather, torch.bfloat16, gaussian, "bf16"),

@@ -16,7 +16,7 @@ from .. import switch
 from ..channel import channel
 from ..config import Policy
 from ..counters import reset_stats, stats
-from .cases import Case
+from .cases import SUMS, Case
 from .ranks import DEVICE
 
 BATCH_SECONDS = 0.02
@@ -36,11 +36,17 @@ class Measured:
     model_seconds: float | None  # what the switch expects of its choice, where there is one
     path: str  # "native", or the mode of most payloads
     ratio: float
-    wrong: int  # elements whose bits differ, on all ranks together
+    # Elements whose bits differ, on all ranks together; None of sums of more than two ranks, whose additions
+    # have another order than the plain collective's.
+    wrong: int | None
 
     @property
     def speedup(self) -> float:
         return self.plain_seconds / self.zipped_seconds
+
+    @property
+    def wrong_text(self) -> str:
+        return "-" if self.wrong is None else str(self.wrong)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "speedup": self.speedup}
@@ -124,8 +130,9 @@ def measure(
     name, counted = max(stats().calls.items())  # of two, send rather than recv
     native = counted.native_calls.total() > counted.compressed_calls
     path = "native" if native else max(counted.modes, key=counted.modes.__getitem__, default="-")
+    comparable = make.__name__ not in SUMS or dist.get_world_size() <= 2
     bus = case.bus_factor * x.nbytes / 1e9
     return Measured(
         make.__name__, label, mib, plain, bus / plain, zipped, bus / zipped,
-        _expected(name, x, policy, native), path, counted.ratio, wrong,
+        _expected(name, x, policy, native), path, counted.ratio, wrong if comparable else None,
     )  # fmt: skip

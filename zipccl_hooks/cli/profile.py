@@ -38,7 +38,6 @@ from .tensors import tensors
 SIZES = (1, 4, 16, 64, 256)  # MiB of the whole tensor
 MEASURED_MIB = {"cpu": 16, "cuda": 256}  # larger ones are only predicted
 REPETITIONS = 5
-SUMS = ("reduce_scatter", "all_reduce")
 
 Predict = Callable[[str, int], Prediction]  # (kind, bytes of the whole tensor)
 Row = tuple[int, Prediction, Measured | None]  # MiB of the whole tensor, and what is known of it
@@ -186,7 +185,7 @@ def _rows(args: argparse.Namespace, x: Tensor, model: Predict, lead: bool) -> li
     if lead:
         print(f"# {'predicted':<16}{'MiB':>5}{'plain ms':>10}{'zipped ms':>11}{'gain':>7}{'choice':>8}{more}")
     for kind in KINDS:
-        if kind in SUMS and x.dtype not in SUM_DTYPES:
+        if kind in cases.SUMS and x.dtype not in SUM_DTYPES:
             continue
         for mib in SIZES:
             expected, measured = model(kind, mib * MIB), None
@@ -204,7 +203,7 @@ def _rows(args: argparse.Namespace, x: Tensor, model: Predict, lead: bool) -> li
 
 def _tiled(x: Tensor, mib: int) -> Tensor:
     """The sample, repeated to that size, starting elsewhere on every rank, on the device of the ranks."""
-    numel = mib * MIB // x.itemsize
+    numel = cases.whole_parts(mib, x.dtype)
     mine = x.view(torch.uint8).roll(dist.get_rank() * BLOCK * x.itemsize).view(x.dtype)
     return mine.repeat(-(-numel // len(x)))[:numel].to(DEVICE)
 
@@ -214,7 +213,8 @@ def _text(mib: int, p: Prediction, m: Measured | None) -> str:
     path = p.path if p.plan else "plain"
     line = f"  {p.kind:<16}{mib:>5}{p.native * 1e3:>10.3f}{zipped:>11}{p.gain:>6.2f}x{path:>8}"
     if m is not None:
-        line += f"{m.plain_seconds * 1e3:>12.3f}{m.zipped_seconds * 1e3:>11.3f}{m.speedup:>6.2f}x{m.wrong:>8}"
+        line += f"{m.plain_seconds * 1e3:>12.3f}{m.zipped_seconds * 1e3:>11.3f}{m.speedup:>6.2f}x"
+        line += f"{m.wrong_text:>8}"
     return line
 
 

@@ -65,8 +65,9 @@ def start(arguments: Sequence[str], ranks: int = 2, variables: Mapping[str, str]
             processes.append(subprocess.Popen(command, env=env, start_new_session=True))
         return _wait(processes)
     finally:
-        for process in processes:
+        for process in processes:  # all at once, or the last would have something to say
             process.kill()
+        for process in processes:
             process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -78,7 +79,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
         codes = [process.poll() for process in processes]
         failed = [code for code in codes if code]
         if None not in codes or time.monotonic() > deadline:
-            return failed[0] if failed else 0
+            code = failed[0] if failed else 0
+            return code if code >= 0 else 128 - code  # of a signal, as shells have it
         if failed:
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         time.sleep(0.02)
