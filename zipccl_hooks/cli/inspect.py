@@ -207,8 +207,9 @@ def figure(rows: list[Inspected]) -> Any:
     drawn = Figure(figsize=(10, 4), layout="constrained")
     left, right = drawn.subplots(1, 2)
     for dtype, shares in _by_dtype(rows).items():
-        exponents, heights = zip(*shares, strict=True)
-        left.plot(exponents, heights, "o-", markersize=3, label=dtype)
+        share_of = dict(shares)
+        exponents = range(min(share_of), max(share_of) + 1)
+        left.plot(exponents, [share_of.get(e, 0.0) for e in exponents], "o-", markersize=3, label=dtype)
     left.set(title="Exponents", xlabel="floor(log2 |x|)", ylabel="share")
     for mode, mark in ((Mode.FAST, "x"), (Mode.DENSE, "o")):
         coded = [found for found in rows if found.exponents and found.seen_bytes]
