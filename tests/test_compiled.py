@@ -159,7 +159,7 @@ def cached(group: dist.ProcessGroup, folder: str) -> tuple[list[int], dict[str, 
     counters = torch._dynamo.utils.counters
     with (
         pytest.MonkeyPatch.context() as patch,
-        config.patch(force_disable_caches=False, fx_graph_cache=True),
+        config.patch({"force_disable_caches": False, "fx_graph_cache": True, "cpp.vec_isa_ok": True}),
         functorch_config.patch(enable_autograd_cache=True),
     ):
         # One folder for each rank: see inductor_buckets.
