@@ -316,7 +316,11 @@ def test_bench_measures_nothing_whose_file_it_cannot_write(
 def test_an_interrupted_bench_leaves_no_process(number: int, status: int, tmp_path: Path) -> None:
     mark = f"rows-{os.getpid()}-{status}.csv"  # found in the ranks' command lines, too
     command = [sys.executable, "-m", "zipccl_hooks", "bench", "--sizes", "8", "--csv", str(tmp_path / mark)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=CPUS)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=CPUS,
+        # Not ignored, as a shell has what it starts in the background do.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     assert process.stdout is not None
     for _ in range(3):  # until a rank has printed the head of the table
         process.stdout.readline()
