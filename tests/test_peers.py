@@ -20,7 +20,8 @@ from ranks import Ranks
 from test_collectives import assert_bits, data
 from test_cuda_collectives import ALL, prepared
 
-from zipccl_hooks import channel, collectives, peers
+from zipccl_hooks import channel, collectives, link, peers, switch
+from zipccl_hooks.choose import Cost, Link
 from zipccl_hooks.config import peer_to_peer
 from zipccl_hooks.cuda import ipc, program
 
@@ -74,6 +75,31 @@ def test_regions_grow_when_needed(two_ranks: Ranks) -> None:
     """Pieces are of 32 KiB here, so a long tensor needs no more than one of them."""
     for sizes in two_ranks.run(2, prepared, "regions", (), "emulated_peers", __name__):
         assert sizes == [4096, 32768, 32768, 32768]
+
+
+def measured(group: dist.ProcessGroup) -> list[int]:
+    """Regions, and plans that are left, before and after a switch is made for a channel that was used."""
+    group = own_group()
+    slow = {"all_gather": Cost(1.0, 1.0)}
+    link.measure_backend = lambda backend, device: Link(group.size(), 1, slow)
+    link.native_agree = lambda backend, device: list
+    gathered(group, 40_000)
+    found = channel.channel(group, torch.device("cpu"))
+    seen = []
+    for _ in range(2):
+        assert found.peers is not None
+        (flow,) = (flow for key, flow in found._flows.items() if key[0] == "all_gather_into_tensor")
+        seen += [found.peers.region, len(flow.plans)]
+        switch.switch(found)
+    gathered(group, 40_000)
+    return seen
+
+
+def test_measuring_invalidates_plans_of_smaller_regions(two_ranks: Ranks) -> None:
+    """Their copies would go to memory that other groups may have by now."""
+    for seen in two_ranks.run(2, prepared, "measured", (), "emulated_peers", __name__):
+        small, plans, large, left = seen
+        assert small < max(switch.PEERS_SIZES) <= large and plans > 0 and left == 0
 
 
 def without(group: dist.ProcessGroup, how: str) -> Any:

@@ -199,6 +199,9 @@ class Channel:
         if self.peers is None:
             return None
         before = self.peers.region
+        if num_bytes > before:
+            # Not the whole device, where kernels may wait for ranks that wait for this one.
+            self.decoding.synchronize()
         usable = self.peers.reserve(num_bytes)
         if self.peers.region != before:
             self._replaced()

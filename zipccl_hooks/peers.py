@@ -55,9 +55,11 @@ class Peers:
         self._counts = [0] * TURNS
 
     def reserve(self, num_bytes: int) -> bool:
-        """Whether payloads of that size have room; all ranks ask alike. Collective where regions grow."""
+        """Whether payloads of that size have room; all ranks ask alike. Collective where regions grow.
+
+        Then nothing may be on its way to the old ones.
+        """
         if self.usable and num_bytes > self.region:
-            torch.cuda.synchronize(self.device)  # nothing is on its way to the old regions
             self._comm.in_turn(lambda: self._grow(max(MIN_REGION, 1 << (num_bytes - 1).bit_length())))
         return self.usable
 
@@ -111,7 +113,7 @@ class Peers:
             for peer in range(self.size):
                 copies.copy(self._slot(peer, 0, self.rank), mine.data_ptr(), len(mine), stream)
             copies.run()
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
             self._agree("")  # all have written
             slots = [slot.tolist() for slot in self.received(0, [128] * self.size)]
         self._agree(

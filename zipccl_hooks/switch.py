@@ -192,8 +192,8 @@ def _with_peers(flat: Link, channel: Channel, agree: link.Agree) -> Link:
 
     Where they are no faster than the backend's all-gather, it does without.
     """
-    found = channel.peers
-    if found is None or not found.reserve(max(PEERS_SIZES) // (flat.world - 1)):
+    found = channel.reserve(max(PEERS_SIZES) // (flat.world - 1))
+    if found is None:
         return flat
     source = torch.arange(found.region // 4, dtype=torch.float32, device=channel.device).view(torch.uint8)
     meet = link.meeting(channel.backend, channel.device)
