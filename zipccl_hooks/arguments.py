@@ -68,6 +68,14 @@ def check_like(name: str, tensor: Tensor, like: Tensor) -> None:
         )
 
 
+def check_times(name: str, tensor: Tensor, times: int, of: str, other: Tensor) -> None:
+    """``tensor`` has ``times`` as many elements as ``other``, the argument called ``of``."""
+    if tensor.numel() != times * other.numel():
+        raise ValueError(
+            f"{name}: expected {times} times the {of}'s {other.numel()} elements, got {tensor.numel()}"
+        )
+
+
 def split_numels(name: str, tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
     """Elements for each rank."""
     rows = tensor.shape[0] if tensor.dim() else 1

@@ -240,9 +240,9 @@ class Channel:
 
     def set_rest(self, arguments: Any, exchange: Exchange) -> None:
         """Its table, the word for its rate, its number."""
-        arguments[0] = self.table(exchange)
-        arguments[3] = self._rates + 8 * (exchange.number % RING)
-        arguments[7] = exchange.number
+        arguments[launch.REST_TABLE] = self.table(exchange)
+        arguments[launch.REST_RATE] = self._rates + 8 * (exchange.number % RING)
+        arguments[launch.REST_NUMBER] = exchange.number
 
     def rate(self, exchange: Exchange) -> int:
         """What an exchange needed; waits for the device where it is not that far."""

@@ -213,6 +213,12 @@ class Communicator:
         else:
             self.submit(call, []).wait()
 
+    def gather_in_turn(self, row: list[int]) -> list[list[int]]:
+        """``gather_row`` behind the calls submitted before."""
+        rows: list[list[int]] = []
+        self.in_turn(lambda: rows.extend(self.gather_row(row)))
+        return rows
+
     def close(self) -> None:
         """Ends the thread once its calls are done: when the group goes, and at the latest at exit.
 

@@ -111,13 +111,14 @@ def prepare(
 
     What is returned must be called: every rank does, and the switch counts on it.
     """
-    if uses_streams(request.tensor) and _stays_plain(request, group, policy):
+    on_streams = uses_streams(request.tensor)
+    if on_streams and _stays_plain(request, group, policy):
         return None
     reason = decline_reason(request.tensor, request.num_bytes, group, policy, request.op)
     if reason is not None:
         recorder(group).native(request.name, reason, sum(t.nbytes for t in request.inputs))
         return None
-    if uses_streams(request.tensor):
+    if on_streams:
         return _prepare_on_streams(request, group, policy)
     comm = communicator(group)
 

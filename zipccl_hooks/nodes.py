@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -141,13 +140,9 @@ def tree(comm: Communicator, channel: Channel | None) -> Tree | None:
     """
     kind = "gloo" if channel is None else "nccl"
     if kind not in comm.trees:
-        found: Any = None
-
-        def find() -> None:
-            nonlocal found
-            found = columns_of([row[0] for row in comm.gather_row([zlib.crc32(node_name().encode())])])
-
+        found = None
         if comm.size >= 4:
-            comm.in_turn(find)
+            rows = comm.gather_in_turn([zlib.crc32(node_name().encode())])
+            found = columns_of([row[0] for row in rows])
         comm.trees[kind] = None if found is None else Tree(comm, found, kind, channel)
     return comm.trees[kind]

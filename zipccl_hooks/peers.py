@@ -208,8 +208,6 @@ def _attach(words: Sequence[int], device: torch.device) -> int:
 
 def find_peers(comm: Communicator, device: torch.device) -> Peers | None:
     """Peers, if all ranks of a communicator are on one node and may use its copies. Collective."""
-    rows: list[list[int]] = []
-    mine = [zlib.crc32(node_name().encode()), peer_to_peer()]
-    comm.in_turn(lambda: rows.extend(comm.gather_row(mine)))
+    rows = comm.gather_in_turn([zlib.crc32(node_name().encode()), peer_to_peer()])
     usable = comm.size > 1 and len({row[0] for row in rows}) == 1 and all(row[1] for row in rows)
     return Peers(comm, device) if usable else None

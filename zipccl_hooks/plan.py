@@ -88,7 +88,7 @@ class Plan:
     def set_exchange(self, channel: Channel, started: Exchange) -> None:
         channel.set_rest(self.rest, started)
         if self.stamp is not None:
-            self.stamp[0] = channel.table(started)
+            self.stamp[launch.STAMP_TABLE] = channel.table(started)
 
 
 def find_plan(

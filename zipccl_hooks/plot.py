@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -26,3 +27,13 @@ def save(draw: Callable[[], Any], path: str, description: str = "") -> None:
     metadata = {"Description": description, "Date": None} if path.endswith(".svg") else None
     with rc_context({"svg.hashsalt": "zipccl", "svg.fonttype": "none"}):
         draw().savefig(path, dpi=150, metadata=metadata)
+
+
+def command(about: str, text: Callable[[], str], draw: Callable[[], Any]) -> None:
+    """A module's command line: prints ``text()``; with ``--plot FILE`` draws it, too."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--plot", metavar="FILE", help="draw it, too")
+    arguments = parser.parse_args()
+    print(text())
+    if arguments.plot:
+        save(draw, arguments.plot, text())

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import check_like, check_list, check_tensor, split_numels
+from .arguments import check_like, check_list, check_tensor, check_times, split_numels
 from .dispatch import Request, engine, equal_parts, exchange_all, exchange_sum, flatten, sum_in_place
 from .eligible import scale_of
 from .exchange import Call
@@ -33,11 +33,8 @@ def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: G
     check_tensor("input_tensor", input_tensor)
     check_like("output_tensor", output_tensor, input_tensor)
     size = _size(group)
-    if output_tensor.numel() != size * input_tensor.numel() and group is not None:
-        raise ValueError(
-            f"output_tensor: expected {size} times the input's {input_tensor.numel()} elements, "
-            f"got {output_tensor.numel()}"
-        )
+    if group is not None:
+        check_times("output_tensor", output_tensor, size, "input", input_tensor)
 
     def body(call: Call, flat: list[Tensor]) -> None:
         n = input_tensor.numel()
@@ -70,10 +67,8 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Group |
     check_tensor("input", input)
     check_like("output", output, input)
     size = _size(group)
-    if input.numel() != size * output.numel() and group is not None:
-        raise ValueError(
-            f"input: expected {size} times the output's {output.numel()} elements, got {input.numel()}"
-        )
+    if group is not None:
+        check_times("input", input, size, "output", output)
 
     def body(call: Call, flat: list[Tensor]) -> None:
         n = output.numel()

@@ -8,7 +8,6 @@ stands in ``fabric_link`` and ``scale_table``; nothing here was measured.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -142,9 +141,4 @@ def figure() -> Any:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What the cost model says of 16 to 1024 GPUs.")
-    parser.add_argument("--plot", metavar="FILE", help="draw the tables, too")
-    arguments = parser.parse_args()
-    print(shown_text())
-    if arguments.plot:
-        plot.save(figure, arguments.plot, shown_text())
+    plot.command("What the cost model says of 16 to 1024 GPUs.", shown_text, figure)

@@ -237,8 +237,7 @@ def _least_seconds(channel: Channel) -> float:
     sizes = [FLOOR_NUMEL] * comm.size
 
     def call() -> None:
-        one = Call(comm, "all_gather", x.dtype, Mode.FAST)
-        one.channel = channel
+        one = Call(comm, "all_gather", x.dtype, Mode.FAST, channel=channel)
         caller = channel.begin()
         try:
             cuda_exchange.agree(one, 0.0, sizes, sizes)
@@ -291,11 +290,8 @@ def explain(
     Raises:
         ValueError: another op, a group that this rank is not in or that has no NCCL, a dtype not coded.
     """
-    known = tuple(
-        name for name in KIND if name not in ("send", "recv")
-    )  # of which each pair has its own link
-    if op not in known:
-        raise ValueError(f"op: expected one of {known}, got {op!r}")
+    if op not in KIND:
+        raise ValueError(f"op: expected one of {tuple(KIND)}, got {op!r}")
     if not format_dtype(dtype).exponent_bits:
         raise ValueError(f"dtype: expected one that is compressed, got {dtype}")
     resolved = resolve_group(group)

@@ -24,7 +24,6 @@ of a tile's 3000 bits, so that ``zero_min`` (8 and 35) need not be exact.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -245,9 +244,4 @@ def figure() -> Any:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What the theory says of Gaussian bf16.")
-    parser.add_argument("--plot", metavar="FILE", help="draw it, too")
-    arguments = parser.parse_args()
-    print(shown_text())
-    if arguments.plot:
-        plot.save(figure, arguments.plot, shown_text())
+    plot.command("What the theory says of Gaussian bf16.", shown_text, figure)

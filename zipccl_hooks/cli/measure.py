@@ -102,7 +102,7 @@ def _times(case: Case, repetitions: int) -> tuple[float, float, int]:
 
 def _expected(name: str, x: Tensor, policy: Policy, native: bool) -> float | None:
     """Seconds that the switch expects, where there is one."""
-    if DEVICE == "cpu" or not policy.adaptive or name == "send":  # each direction has a switch of its own
+    if DEVICE == "cpu" or not policy.adaptive or name == "send":  # messages have no switch
         return None
     group = dist.distributed_c10d._get_default_group()
     found = switch.switch(channel(group, x.device))

@@ -32,7 +32,9 @@ from . import ACCUMULATE_WIDE, MAX_SOURCES, SCALED, SCAN_HEAD, TARGET_WIDE, THRE
 
 MIN_CAPABILITY = (8, 0)  # redux.sync, and L1 hints on loads
 ARGUMENTS = {"encode": 10, "decode": 12, "decode_sum": 38, "stamp": 2, "rest": 10}  # of the kernels
-ENCODE_SOURCE, DECODE_TARGET, SUM_TARGET = 0, 8, 3 * MAX_SOURCES + 8  # places among them
+# Places among them of what changes from call to call.
+ENCODE_SOURCE, DECODE_TARGET, SUM_TARGET = 0, 8, 3 * MAX_SOURCES + 8
+STAMP_TABLE, REST_TABLE, REST_RATE, REST_NUMBER = 0, 0, 3, 7
 # Registers a thread may use, of fp32 and of other dtypes. By itself the compiler takes more, and fewer blocks
 # fit a multiprocessor; with fewer it keeps values in local memory. docs/kernels.md has what was tried.
 MAX_REGISTERS = {
@@ -260,7 +262,7 @@ def summing(
 
 
 def stamping(device: int, table: int, entries: int) -> Launch:
-    """The kernel of cuda/stamp.py; its table is argument 0."""
+    """The kernel of cuda/stamp.py."""
     return Launch(_function("stamp", "uint8", Mode.RAW, device), 1, (table, entries))
 
 
