@@ -3,7 +3,8 @@
 Where all ranks can map the others' memory (NVLink, or peer-to-peer over PCIe), a copy engine carries a
 payload from the sender's buffer into the receiver's. No multiprocessor takes part, as in NCCL's
 collectives: those of the codec run meanwhile. Two H200 over NVLink, GB/s in each direction: copy engines 356
-with 16 MiB, 390 with 256 MiB; NCCL's all-gather 243 to 270; a copy is enqueued in 5 us, NCCL's in 37.
+with 16 MiB, 390 with 256 MiB; NCCL's all-gather 243 to 270; a copy is enqueued in 5 us, NCCL's in 37 (by a
+script that is not in the tree).
 
 Every rank has a region for each turn of the channel's buffers and each peer, and two words with it::
 
