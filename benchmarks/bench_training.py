@@ -5,13 +5,14 @@
 
 "fsdp2": parameters gathered in bf16, gradients reduced in fp32; "ddp": autocast to bf16, fp32 gradients.
 Compressed is ``zipccl_hooks.enable()`` and nothing else. Both runs start from the same seed and see the same
-tokens; losses are compared bit for bit before a time is printed. Times are medians of the slowest rank. Few
-tokens a step make communication the bound; --tokens says how many.
+tokens, with PyTorch's deterministic algorithms: losses are compared bit for bit before a time is printed.
+Times are medians of the slowest rank. Few tokens a step make communication the bound; --tokens says how many.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -114,6 +115,10 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a model of half a million parameters")
     parser.add_argument("--transports", default=default_transports(), help="(default: %(default)s)")
     args = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not deterministic
+    torch.use_deterministic_algorithms(True)
+    # Which takes time, for nothing here.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if not is_rank():
         return on_every_transport([__file__, *sys.argv[1:]], args.transports)
     with joined() as lead:

@@ -186,8 +186,10 @@ class Program(program.Program):
 
     def wait(self, stream: int, event: int) -> None: ...
 
-    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        self.call(lambda: ctypes.memmove(target, source, num_bytes))
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> Any:
+        values = (ctypes.c_uint64 * 2)(target, source)
+        self.call(lambda: ctypes.memmove(values[0], values[1], num_bytes))
+        return values
 
     def words(self, operations: Any, stream: int) -> None:
         self.call(lambda: run_words(operations))

@@ -32,6 +32,7 @@ from zipccl_hooks import (
     nodes,
     p2p,
     peers,
+    replay,
     reset_stats,
     rests,
     stats,
@@ -182,6 +183,95 @@ def move_uneven(group: dist.ProcessGroup) -> None:
 
 def test_moves_parts_of_any_size(run: Run) -> None:
     run(move_uneven)
+
+
+# Calls that are made again
+
+
+def again(group: dist.ProcessGroup, what: str) -> tuple[int, int]:
+    """(calls, those that were played) with other tensors at other addresses, of which some are hard."""
+    rank, size = group.rank(), group.size()
+    numel = (size * 16384 + 8 * 11) * 2
+    played: list[None] = []
+    held: list[Tensor] = []
+    play = replay.Recording.play
+
+    def counted_play(self: replay.Recording, tensors: Any) -> None:
+        played.append(play(self, tensors))  # type: ignore[func-returns-value]
+
+    replay.Recording.play = counted_play  # type: ignore[method-assign]
+    calls = 3 * LAG
+    for turn in range(calls):
+        hard = turn in (LAG, LAG + 1)
+        inputs = [data(r + 10 * turn, size * numel, torch.bfloat16, hostile=hard) for r in range(size)]
+        if what in ("sum", "average", "scattered"):
+            inputs = [torch.nan_to_num(x.float(), 0.0, 1.0, -1.0).bfloat16() for x in inputs]
+        x = gpu(inputs[rank])
+        if what == "gather":
+            out = torch.empty(size * len(x), dtype=x.dtype, device=DEVICE)
+            collectives.all_gather_into_tensor(out, x, group, policy=ALL)
+            expected = torch.cat(inputs)
+        elif what == "gather in place":
+            out = torch.zeros(size * len(x), dtype=x.dtype, device=DEVICE)
+            out.view(size, -1)[rank] = x
+            collectives.all_gather_into_tensor(out, out.view(size, -1)[rank], group, policy=ALL)
+            expected = torch.cat(inputs)
+        elif what == "exchange":
+            out = torch.empty_like(x)
+            collectives.all_to_all_single(out, x, group=group, policy=ALL)
+            expected = torch.cat([y.view(size, -1)[rank] for y in inputs])
+        elif what == "broadcast":
+            out, root = x, turn % 2
+            collectives.broadcast(x, group=group, group_src=root, policy=ALL)
+            expected = inputs[root]
+        elif what == "scattered":
+            out = torch.empty(numel, dtype=x.dtype, device=DEVICE)
+            collectives.reduce_scatter_tensor(out, x, group=group, policy=ALL)
+            expected = rank_order_sum(inputs).view(size, -1)[rank]
+        else:
+            out, scale = x, 1 / size if what == "average" else 1.0
+            op = dist.ReduceOp.AVG if what == "average" else dist.ReduceOp.SUM
+            work = collectives.all_reduce(x, op, group, True, policy=ALL)
+            assert work is not None and work.wait()
+            expected = rank_order_sum(inputs, scale)
+        held += [x, out]
+        assert_bits(out.cpu(), expected)
+    replay.Recording.play = play  # type: ignore[method-assign]
+    (counted,) = stats(group).calls.values()
+    assert counted.compressed_calls == calls and not counted.native_calls
+    assert counted.raw_bytes % calls == 0
+    return calls, len(played)
+
+
+@pytest.mark.parametrize(
+    "what", ["gather", "gather in place", "exchange", "broadcast", "scattered", "sum", "average"]
+)
+def test_calls_are_played_again(run: Run, what: str) -> None:
+    """All but the first of each turn, and those after the room has changed; some ranks may play more."""
+    for calls, played in run(again, what):
+        assert calls // 2 <= played < calls
+
+
+def several_sizes(group: dist.ProcessGroup) -> None:
+    """By turns: calls in an odd and an even number of pieces, and of addresses that kernels cannot use."""
+    rank, size = group.rank(), group.size()
+    for turn in range(3 * LAG):
+        for numel, offset in ((7 * 16384 + 3, 0), (2 * 16384, 0), (2 * 16384, 1)):
+            inputs = [data(r + turn, numel, torch.float32).bfloat16().float() for r in range(size)]
+            x = gpu(torch.cat([torch.zeros(offset), inputs[rank]]))[offset:]
+            out = torch.empty(size * numel, device=DEVICE)
+            collectives.all_gather_into_tensor(out, x, group, policy=ALL)
+            assert_bits(out.cpu(), torch.cat(inputs))
+            collectives.all_reduce(x, dist.ReduceOp.AVG if turn % 3 else dist.ReduceOp.SUM, group, policy=ALL)
+            assert_bits(x.cpu(), rank_order_sum(inputs, 1 / size if turn % 3 else 1.0))
+        if turn == LAG:
+            big = gpu(data(rank, 40 * 16384, torch.float32))  # buffers grow
+            collectives.all_reduce(big, group=group, policy=ALL)
+            assert_bits(big.cpu(), rank_order_sum([data(r, 40 * 16384, torch.float32) for r in range(size)]))
+
+
+def test_calls_by_turns(run: Run) -> None:
+    run(several_sizes)
 
 
 # Room
@@ -498,6 +588,7 @@ def switched(group: dist.ProcessGroup) -> list[tuple[str, int, int]]:
         chooser.link = chooser.flat = chooser.backend = Link(group.size(), 1, costs)
         chooser._kinds = {}
         dispatch._settled.clear()
+        dispatch._ways.clear()
         reset_stats(group)
         for turn in range(LAG + 4):
             x = gpu(data(group.rank() + turn, numel, torch.bfloat16, hostile))

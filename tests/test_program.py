@@ -66,7 +66,8 @@ def test_a_launch_reads_its_arguments_when_it_runs(driver: Driver) -> None:
 def test_calls_come_in_order(driver: Driver) -> None:
     steps = program.Program()
     steps.wait(1, 20)
-    steps.copy(1000, 2000, 30, 1)
+    ends = steps.copy(0, 0, 30, 1)
+    ends[0], ends[1] = 1000, 2000
     steps.call(lambda: driver.calls.append(("python",)))
     steps.record(21, 1)
     steps.run()
@@ -118,7 +119,8 @@ def test_a_sum_of_many_finds_its_own_term_and_its_target(
     received = [torch.empty(100 + peer, dtype=torch.uint8) for peer in range(size)]
     made = plan.Plan(0, 0, np.zeros(0), 0, 0, [])
     plan._add_sum(channel, made, 0.5, layouts, received, received)
-    made.set_tensors([], [], own=4096, total=8192)
+    for arguments, at, address in made.places([], [], own=4096, total=8192):
+        arguments[at] = address
     made.decode.run()
     first, last = (call[10] for call in driver.calls)
     assert first[:8] == [r.data_ptr() for r in received[:8]] and first[8:16] == list(range(100, 108))

@@ -41,7 +41,7 @@ def run(
         if mode is not None:
             call = Call(None, "all_gather", dtype, mode)  # type: ignore[arg-type]
             call.ratios = ratios
-            chooser.learn(call, num_bytes, "auto")
+            chooser.kind("all_gather", num_bytes, dtype, "auto").learn(call)
         chosen.append(mode)
     return chosen
 

@@ -38,12 +38,16 @@ from torch import Tensor
 
 from .communicator import Communicator, communicator, group_backend
 from .cuda import ENTRY_BYTES, launch
+from .cuda.program import Program
 from .errors import CorruptPayload, ZipcclError
 from .format import DType, Layout, Mode, align, cached_layout
 from .peers import Peers, find_peers
 from .rests import CORRUPT, DONE, RING, Exchange, Shared
 
 LAG = 8  # calls of a kind whose rates are not looked at yet: so far may the host run ahead of the device
+
+# A rate that is too high is kept for so many calls, unless by more than LARGE: 3% of a payload of bf16.
+KEPT, LARGE = 64, 1024
 
 
 @dataclass
@@ -54,10 +58,22 @@ class Flow:
     pending: deque[list[Exchange]] = field(default_factory=deque)
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=LAG))
     plans: dict[Any, Any] = field(default_factory=dict)  # plan.Plan by sizes
+    _calls: int = 0  # since the rate was changed or looked at, and the highest that they needed
+    _highest: int = 0
 
     def set_rate(self, rate: int) -> None:
-        """Rounded up to a quarter byte, so that plans last."""
-        self.rate = align(rate, 4)
+        """Makes room for ``rate``, and does not change it for little, so that plans last.
+
+        Layers share a flow, and need more or less: a rate that followed each of them was changed in a third
+        of the calls of a training step, each time for half a millisecond of the host.
+        """
+        self._calls += 1
+        self._highest = max(self._highest, rate)
+        if self.rate is None or not self.rate - LARGE <= rate <= self.rate:
+            self._highest = rate
+        elif self._calls < KEPT:
+            return
+        self.rate, self._highest, self._calls = align(self._highest, 32), 0, 0
 
     def room(self, lay: Layout) -> int:
         """Bytes of a payload of layout ``lay`` that are exchanged.
@@ -95,11 +111,13 @@ class Channel:
             self.encoding, self.exchanging, self.decoding = (torch.cuda.Stream(priority=-1) for _ in range(3))
             # When a turn's buffers are no longer read; behind its encoding and its exchange.
             self.free, self.encoded, self.arrived = ([self._event(), self._event()] for _ in range(3))
-            self._called, self._joined = torch.cuda.Event(), torch.cuda.Event()
+            self._called, self._joined = torch.cuda.Event(), self._event()
         self.peers = find_peers(comm, device)
         self._buffers: dict[str, Tensor] = {}
         self._flows: dict[Any, Flow] = {}
-        self._turn, self._device_before = 0, self.index
+        self.recordings: dict[Any, Any] = {}  # of calls (replay.py), to be made again with the same buffers
+        self.turn = 0  # of the last exchange: 0 or 1, which buffers it used
+        self._device_before = self.index
         self._ready: torch.cuda.Stream | None = None  # the caller's, until the encoding stream waits for it
         self.generation = 0  # of the buffers
         self._shared = Shared(comm)
@@ -160,6 +178,11 @@ class Channel:
         self._joined.record(other)
         stream.wait_event(self._joined)
 
+    def add_join(self, steps: Program, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        """Adds ``join`` to a program."""
+        steps.record(self._joined.cuda_event, other.cuda_stream)
+        steps.wait(stream.cuda_stream, self._joined.cuda_event)
+
     def flow(self, key: Any) -> Flow:
         found = self._flows.get(key)
         if found is None:
@@ -167,9 +190,8 @@ class Channel:
         return found
 
     def next_turn(self) -> int:
-        """0 or 1, alternating: which buffers to use."""
-        self._turn ^= 1
-        return self._turn
+        self.turn ^= 1
+        return self.turn
 
     def slots(self, name: str, sizes: list[int]) -> list[Tensor]:
         """uint8 tensors of these sizes, each on 128 bytes, in a buffer kept from call to call.
@@ -189,8 +211,9 @@ class Channel:
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def _replaced(self) -> None:
-        """Forgets the plans, which hold the buffers that were."""
+        """Forgets the plans and recordings, which hold the buffers that were."""
         self.generation += 1
+        self.recordings.clear()
         for flow in self._flows.values():
             flow.plans.clear()
 

@@ -151,7 +151,8 @@ class Recorder:
             call.compressed_calls += 1
             call.raw_bytes += raw_bytes
             call.sent_bytes += sent_bytes
-            call.modes.update(modes)
+            for mode, payloads in modes.items():
+                call.modes[mode] += payloads
             due = self._due()
         if due:
             logger.info(due)

@@ -7,7 +7,7 @@ that one piece is encoded and another decoded while a third is under way, and bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -17,10 +17,11 @@ from torch.profiler import record_function
 
 from . import exchange as host
 from .channel import Channel, Flow
+from .cuda.program import Program
 from .exchange import Call
 from .format import GROUP, TILE, Header
 from .ops import format_dtype
-from .plan import Manner, Numels, Plan, find_plan
+from .plan import Manner, Numels, Place, Plan, find_plan
 
 # Bytes of all ranks' tensors in one piece, and of one rank's. Two H200, all-gather of bf16, over NCCL with
 # 32 / 64 / 128 MiB: through host memory 64 MiB 1.25 / 1.28 / 1.25, 256 MiB 1.30 / 1.37 / 1.35,
@@ -94,6 +95,7 @@ def _aligned(channel: Channel, call: Call, sides: _Sides) -> tuple[_Sides, list[
     given = [t for t in (*sides.sends, *sides.receives, sides.own, sides.total) if t is not None]
     if not any(t.data_ptr() % 16 for t in given):
         return sides, []
+    call.recording = None
     channel.use(channel.encoding)
     back: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -120,53 +122,80 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def _placed(places: list[Place]) -> list[Place]:
+    """The same, the addresses where they belong."""
+    for arguments, at, address in places:
+        arguments[at] = address
+    return places
+
+
+def _add_copy(steps: Program, channel: Channel, target: Tensor, source: Tensor) -> list[Place]:
+    """Adds a copy of a rank's own part, behind its encoding and before the end of the decoding."""
+    if target.numel() != source.numel():
+        raise ValueError(f"own part: expected {target.numel()} elements, got {source.numel()}")
+    if not target.numel():
+        return []
+    to, from_ = target.data_ptr(), source.data_ptr()
+    values = steps.copy(to, from_, target.nbytes, channel.encoding.cuda_stream)
+    channel.add_join(steps, channel.decoding, channel.encoding)
+    return [(values, 0, to), (values, 1, from_)]
+
+
 def _exchange(
     call: Call,
     manner: Manner,
     sides: _Sides,
     step: int,
     longest: int,
-    own: Callable[[], object] | None = None,
+    own: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Exchanges payloads of ``step`` elements, until the ``longest`` part is through, on any rank alike.
 
-    ``own`` puts this rank's own part in its place, while the last exchange is under way.
+    ``own``: (target, source) of this rank's own part, which is copied while the last exchange is under way.
     """
     channel: Channel = call.channel
     encoding, decoding = channel.encoding, channel.decoding
     flow = channel.flow((call.name, call.stage, call.dtype, call.mode, call.kind))
     channel.learn(flow)
+    before = Program()
     if call.stage:  # it reads what the stage before decoded, not only what the caller wrote
-        encoding.wait_stream(decoding)
+        channel.add_join(before, encoding, decoding)
+        before.run()
     call.stage += 1
     sides, back = _aligned(channel, call, sides)
     sources, targets = [_address(t) for t in sides.sends], [_address(t) for t in sides.receives]
     own_term, total = _address(sides.own), _address(sides.total)
     exchanges = []
+    if call.recording is not None:
+        call.recording.add_stage(flow)
     for start in range(0, max(longest, 1), step):
         channel.use(encoding)
         turn, at = channel.next_turn(), start * call.dtype.itemsize
         sizes = sides.numels(sides.sends, start, step), sides.numels(sides.receives, start, step)
         plan = find_plan(channel, flow, manner, *sizes, turn)
         addresses = [s + at for s in sources], [t + at for t in targets], own_term + at, total + at
-        plan.set_tensors(*addresses)
+        places = _placed(plan.places(*addresses))
         with _record("zipccl::encode"):
             plan.encode.run()
         if flow.rate is None:
             _calibrate(call, flow, plan)
             plan = find_plan(channel, flow, manner, *sizes, turn)
-            plan.set_tensors(*addresses)
+            places = _placed(plan.places(*addresses))
         started = channel.start(call.name, plan.table)
         exchanges.append(started)
         plan.set_exchange(channel, started)
         with _record("zipccl::exchange"):
             plan.exchange.run()
+        copying = Program()
         if own is not None and start + step >= longest:
-            channel.use(encoding)
-            own()
-            channel.join(decoding, encoding)
+            places += _add_copy(copying, channel, *own)
+            copying.run()
         with _record("zipccl::decode"):
             plan.decode.run()
+        if call.recording is not None:
+            steps = Program.joined(before, plan.encode, plan.exchange, copying, plan.decode)
+            call.recording.add_piece(plan, steps, places)
+        before = Program()
         call.raw_bytes += plan.raw_bytes
         call.sent_bytes += plan.sent_bytes
         call.modes[call.mode.name.lower()] += len(plan.payloads)
@@ -194,7 +223,7 @@ def all_gather(call: Call, x: Tensor, outs: Sequence[Tensor]) -> None:
         [out if other else None for out, other in zip(outs, others, strict=True)],
     )
     in_place = outs[rank].data_ptr() == x.data_ptr()
-    own = None if in_place else lambda: outs[rank].copy_(x)
+    own = None if in_place else (outs[rank], x)
     _exchange(call, _manner(call, "gather", min(longest, step)), sides, step, longest, own)
 
 
@@ -232,9 +261,7 @@ def all_to_all(call: Call, parts: Sequence[Tensor], outs: Sequence[Tensor]) -> N
         [None if peer == rank else out for peer, out in enumerate(outs)],
         always=size > 2,
     )
-    _exchange(
-        call, _manner(call, "pairs", known), sides, step, longest, lambda: outs[rank].copy_(parts[rank])
-    )
+    _exchange(call, _manner(call, "pairs", known), sides, step, longest, (outs[rank], parts[rank]))
 
 
 def broadcast(call: Call, x: Tensor, root: int) -> None:

@@ -72,8 +72,7 @@ def enqueue(
         put_back()
         if async_op:
             work = CudaWork(channel, outputs)
-            for tensor in tensors:  # the caller may drop them before it waits
-                tensor.record_stream(channel.encoding)
+            for tensor in tensors:  # the caller may drop them before it waits; nothing comes after decoding
                 tensor.record_stream(channel.decoding)
         else:
             channel.join(caller, channel.decoding)

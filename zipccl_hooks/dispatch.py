@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,20 +15,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import cuda_exchange, exchange, nodes
-from .channel import channel
+from .channel import Channel, channel
 from .codec import resolve_mode
 from .communicator import Communicator, Work, communicator
 from .config import Policy, default_policy
 from .counters import Recorder, recorder
 from .cuda_work import CudaWork, enqueue
-from .eligible import decline_reason, resolve_group
+from .eligible import decline_reason, passing_reason, resolve_group, scale_of
 from .exchange import Call
-from .format import TILE, align
+from .format import TILE, Mode, align
+from .replay import Recording, likeness
 from .switch import Kind, switch
 
 logger = logging.getLogger(__name__)
 
 VERIFY_EVERY = 64  # calls of a kind: one is repeated uncompressed
+MAX_WAYS = 1024  # kept for a group
 FASTER_SO = "faster so"  # the reason of what the switch leaves plain
 
 
@@ -48,6 +50,7 @@ class Request:
 
     ``body(call, flat)`` fills ``flat``, the outputs, flat and contiguous. ``num_bytes`` is compared with the
     policy's ``min_bytes``, None where ranks do not know it alike; ``op`` is the operation of a reduction.
+    ``detail`` is what else makes a difference to what is enqueued; None where calls will hardly repeat.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Request:
     outputs: Sequence[Tensor]
     num_bytes: int | None
     op: Any = None
+    detail: Hashable | None = None
 
     @property
     def tensor(self) -> Tensor:
@@ -112,8 +116,11 @@ def prepare(
     What is returned must be called: every rank does, and the switch counts on it.
     """
     on_streams = uses_streams(request.tensor)
-    if on_streams and _stays_plain(request, group, policy):
-        return None
+    if on_streams:
+        if _stays_plain(request, group, policy):
+            return None
+        if (known := _known_way(request, group, policy)) is not None:
+            return partial(known.start, request)
     reason = decline_reason(request.tensor, request.num_bytes, group, policy, request.op)
     if reason is not None:
         recorder(group).native(request.name, reason, sum(t.nbytes for t in request.inputs))
@@ -159,28 +166,93 @@ def _prepare_on_streams(
     dtype = request.tensor.dtype
     found, mode = channel(group, request.tensor.device), resolve_mode(policy.mode, dtype)
     chooser = switch(found) if policy.adaptive else None
+    kind = None
     if chooser is not None:
         chosen = chooser.choose(request.name, request.num_bytes, dtype, policy.mode)
+        kind = chooser.kind(request.name, request.num_bytes, dtype, policy.mode)
         if chosen is None:
-            kind = chooser.kind(request.name, request.num_bytes, dtype, policy.mode)
             settled = _Settled(policy, kind, found.comm.recorder)
             _settled.setdefault(group, {})[request.name, request.num_bytes, dtype] = settled
             settled.count(request)
             return None
         mode = chosen
-    call = Call(found.comm, request.name, dtype, mode, channel=found)
+    way = _Way(policy, found, mode, kind, _likeness(request, group))
+    if way.alike is not None:
+        ways = _ways.setdefault(group, {})
+        if len(ways) >= MAX_WAYS:
+            ways.clear()
+            found.recordings.clear()
+        ways[way.alike] = way
+    return partial(way.start, request)
 
-    def start(async_op: bool) -> CudaWork | None:
+
+@dataclass
+class _Way:
+    """How calls that are alike are carried out on streams, found out once."""
+
+    policy: Policy
+    channel: Channel
+    mode: Mode
+    kind: Kind | None  # the switch's, if it is asked
+    alike: Hashable | None  # what the calls have in common; None if there is one only
+
+    def is_open(self, policy: Policy) -> bool:
+        """Whether a call goes this way as the last one did; then it is counted."""
+        if self.policy is not policy:
+            return False
+        return self.kind is None or self.kind.take(self.mode)
+
+    def start(self, request: Request, async_op: bool) -> CudaWork | None:
+        tensors, outputs = [*request.inputs, *request.outputs], list(request.outputs)
+        key, recordings = (self.alike, self.mode, self.channel.turn), self.channel.recordings
+        recording: Recording | None = recordings.get(key)
+        if recording is not None and not torch.autograd._profiler_enabled() and recording.is_good():
+            work = enqueue(
+                self.channel, partial(recording.play, tensors), _nothing, tensors, outputs, async_op
+            )
+            recording.call.finish()
+            return work
+        call = Call(self.channel.comm, request.name, request.tensor.dtype, self.mode, channel=self.channel)
+        if self.alike is not None:
+            call.recording = Recording(call, tensors)
         flat, put_back = request.flat_outputs()
-        call.tensors += (*request.inputs, *request.outputs, *flat)
-        outputs = list(request.outputs)
-        work = enqueue(found, lambda: request.body(call, flat), put_back, call.tensors, outputs, async_op)
+        call.tensors += (*tensors, *flat)
+        work = enqueue(
+            self.channel, lambda: request.body(call, flat), put_back, call.tensors, outputs, async_op
+        )
         call.finish()
-        if chooser is not None:
-            chooser.learn(call, request.num_bytes, policy.mode)
+        if self.kind is not None:
+            self.kind.learn(call)
+        if call.recording is not None and call.recording.complete:
+            recordings[key] = call.recording
+            call.tensors, call.recording = [], None  # the recording, which has the call, holds no tensors
         return work
 
-    return start
+
+def _nothing() -> None:
+    pass
+
+
+_ways: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, _Way]] = weakref.WeakKeyDictionary()
+
+
+def _likeness(request: Request, group: dist.ProcessGroup) -> Hashable | None:
+    """What ``request`` has in common with calls that go the same way; None if there will be none."""
+    if request.detail is None:
+        return None
+    scale = None if request.op is None else scale_of(request.op, group.size(), request.tensor.dtype)
+    return likeness((request.name, request.detail, scale), request.inputs, request.outputs)
+
+
+def _known_way(request: Request, group: dist.ProcessGroup, policy: Policy) -> _Way | None:
+    """The way of an earlier call that was alike, if it is open."""
+    ways = _ways.get(group)
+    if not ways or (alike := _likeness(request, group)) is None:
+        return None
+    way = ways.get(alike)
+    if way is None or passing_reason(request.tensor, group) is not None or not way.is_open(policy):
+        return None
+    return way
 
 
 @cache
@@ -209,7 +281,7 @@ def _stays_plain(request: Request, group: dist.ProcessGroup, policy: Policy) -> 
     if kinds is None:
         return False
     settled = kinds.get((request.name, request.num_bytes, request.tensor.dtype))
-    if settled is None or settled.policy is not policy or not settled.kind.take_plain():
+    if settled is None or settled.policy is not policy or not settled.kind.take(None):
         return False
     settled.count(request)
     return True
@@ -252,6 +324,7 @@ def exchange_sum(call: Call, parts: Sequence[Tensor], out: Tensor, scale: float)
     if found is None:
         one.reduce_scatter(call, parts, out, scale)
     else:
+        call.recording = None
         found.reduce_scatter(call, parts, out, scale, one.reduce_scatter)
 
 

@@ -65,6 +65,15 @@ def _backend_reason(group: dist.ProcessGroup, device: str) -> str | None:
     return known[device]
 
 
+def passing_reason(tensor: Tensor, group: dist.ProcessGroup) -> str | None:
+    """Why a call of the group on such a tensor is not compressed now, though others are."""
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "CUDA graph capture"  # its replays could not change the room they exchange
+    if group in dist.distributed_c10d._world.pg_coalesce_state:
+        return "coalescing"
+    return None
+
+
 def unfit_reason(tensor: Tensor, group: dist.ProcessGroup) -> str | None:
     """Why no call of the group on such a tensor is compressed, whatever the policy; None if one may be."""
     if group.size() == 1:
@@ -76,10 +85,8 @@ def unfit_reason(tensor: Tensor, group: dist.ProcessGroup) -> str | None:
         return f"device {device}"
     if (why := _backend_reason(group, device)) is not None:
         return why
-    if device == "cuda" and torch.cuda.is_current_stream_capturing():
-        return "CUDA graph capture"  # its replays could not change the room they exchange
-    if group in dist.distributed_c10d._world.pg_coalesce_state:
-        return "coalescing"
+    if (why := passing_reason(tensor, group)) is not None:
+        return why
     if tensor.dtype not in MOVABLE_DTYPES:
         return f"dtype {tensor.dtype}"
     return None

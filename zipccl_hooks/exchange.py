@@ -87,6 +87,7 @@ class Call:
     ratios: list[float] = field(default_factory=list)  # of each, as all ranks know them
     kind: tuple[int, ...] = ()  # sizes, where all ranks know them
     description: tuple[float, Sequence[int], Sequence[int]] = (0.0, (), ())
+    recording: Any = None  # replay.Recording, while what the call enqueues is worth noting
     tensors: list[Tensor] = field(
         default_factory=list
     )  # whose memory streams use, when the caller may be gone

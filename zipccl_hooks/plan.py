@@ -24,6 +24,7 @@ from .rests import Entry, Exchange
 MAX_PLANS = 256  # kept for a kind of call: an all_to_all may have other splits each time
 
 Numels = list[int | None]  # elements by peer; None: nothing goes to it, or comes
+Place = tuple[Values, int, int]  # arguments of a driver call, which of them, and the address to be there
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,13 @@ class Plan:
     stamp: Values = None
     rest: Values = None
 
-    def set_tensors(self, sources: Sequence[int], targets: Sequence[int], own: int, total: int) -> None:
+    def places(self, sources: Sequence[int], targets: Sequence[int], own: int, total: int) -> list[Place]:
         """Addresses: of parts to encode, to decode into, by peer; of a sum's own term, and of that sum."""
-        for peer, arguments in self.sources:
-            arguments[launch.ENCODE_SOURCE] = sources[peer]
-        for peer, arguments in self.targets:
-            arguments[launch.DECODE_TARGET] = targets[peer]
+        found: list[Place] = [(given, launch.ENCODE_SOURCE, sources[peer]) for peer, given in self.sources]
+        found += [(given, launch.DECODE_TARGET, targets[peer]) for peer, given in self.targets]
         if self.own_term is not None:
-            arguments, place = self.own_term
-            arguments[place] = own
-            self.total[launch.SUM_TARGET] = total
+            found += [(*self.own_term, own), (self.total, launch.SUM_TARGET, total)]
+        return found
 
     def set_exchange(self, channel: Channel, started: Exchange) -> None:
         channel.set_rest(self.rest, started)
@@ -198,7 +196,9 @@ def _add_encoding(
         kernel = launch.encoding(lay, channel.index, 0, payload.data_ptr(), scratch.data_ptr())
         plan.keep.append(scratch)
         plan.payloads.append((lay, payload))
-        plan.sources.append((peer, plan.encode.launch(kernel, stream)))
+        arguments = plan.encode.launch(kernel, stream)
+        if lay.numel:
+            plan.sources.append((peer, arguments))
 
 
 def _add_decoding(

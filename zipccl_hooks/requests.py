@@ -41,7 +41,9 @@ def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: G
         engine(call).agree(call, 0.0, [n] * size, [n] * size)
         engine(call).all_gather(call, flatten(call, input_tensor), equal_parts(flat[0], size))
 
-    return Request("all_gather_into_tensor", body, [input_tensor], [output_tensor], input_tensor.nbytes)
+    return Request(
+        "all_gather_into_tensor", body, [input_tensor], [output_tensor], input_tensor.nbytes, detail=()
+    )
 
 
 def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group | None) -> Request:
@@ -76,7 +78,7 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Group |
         engine(call).agree(call, scale, [n] * size, [n] * size)
         exchange_sum(call, equal_parts(flatten(call, input), size), flat[0], scale)
 
-    return Request("reduce_scatter_tensor", body, [input], [output], output.nbytes, op)
+    return Request("reduce_scatter_tensor", body, [input], [output], output.nbytes, op, detail=())
 
 
 def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any, group: Group | None) -> Request:
@@ -105,7 +107,7 @@ def all_reduce(tensor: Tensor, op: Any) -> Request:
         engine(call).agree(call, scale, [len(x)] * size, [len(x)] * size)
         sum_in_place(call, x, scale)
 
-    return Request("all_reduce", body, [tensor], [tensor], tensor.nbytes, op)
+    return Request("all_reduce", body, [tensor], [tensor], tensor.nbytes, op, detail=())
 
 
 # Exchanges
@@ -135,7 +137,9 @@ def all_to_all_single(
             call, flatten(call, input).split(sends), flat[0].split(expects), sends[0] if even else None
         )
 
-    return Request("all_to_all_single", body, [input], [output], input.nbytes if even else None)
+    if even:
+        return Request("all_to_all_single", body, [input], [output], input.nbytes, detail=())
+    return Request("all_to_all_single", body, [input], [output], None)
 
 
 def all_to_all(
@@ -168,7 +172,7 @@ def broadcast(tensor: Tensor, root: int) -> Request:
         engine(call).agree(call, float(root), sends, expects)
         engine(call).broadcast(call, x, root)
 
-    return Request("broadcast", body, [tensor], [tensor], tensor.nbytes)
+    return Request("broadcast", body, [tensor], [tensor], tensor.nbytes, detail=root)
 
 
 def scatter(tensor: Tensor, scatter_list: list[Tensor] | None, root: int, group: Group | None) -> Request:

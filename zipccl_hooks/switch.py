@@ -86,12 +86,16 @@ class Kind:
     ratios: dict[Mode, Ratio] = field(default_factory=dict)
     retrying: bool = False
 
-    def take_plain(self) -> bool:
-        """Counts a call, if it is settled that it goes plain."""
-        if self.mode is not None or self.calls == 0:
+    def take(self, mode: Mode | None) -> bool:
+        """Counts a call, if it is settled that it goes in this mode (None: plain)."""
+        if self.mode is not mode or self.calls == 0:
             return False
         self.calls -= 1
         return True
+
+    def learn(self, call: Call) -> None:
+        """Takes over what a call's exchanges showed."""
+        self.ratios[call.mode] = Ratio(call.ratios[0], call.ratios[-1])
 
 
 class Switch:
@@ -168,11 +172,6 @@ class Switch:
             kind.calls = LAG + 1
         if kind.mode != before or not kind.ratios:
             logger.info("%s of %s bytes, %s: %s", *key[:3], kind.mode.name.lower() if kind.mode else "plain")
-
-    def learn(self, call: Call, num_bytes: int | None, mode: str) -> None:
-        """Takes over what a call's exchanges showed."""
-        kind = self._kinds[call.name, num_bytes, call.dtype, mode]
-        kind.ratios[call.mode] = Ratio(call.ratios[0], call.ratios[-1])
 
     def _ratios(self, *key: Any) -> dict[Mode, Ratio]:
         return self._kinds.get(key, Kind()).ratios

@@ -58,6 +58,15 @@ class Program:
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self._arguments: list[Values] = []  # kernels' parameters are pointers into them
 
+    @classmethod
+    def joined(cls, *programs: Program) -> Program:
+        """One that makes the calls of these, in their order."""
+        whole = cls()
+        for one in programs:
+            whole._calls += one._calls
+            whole._arguments += one._arguments
+        return whole
+
     def launch(self, kernel: Launch, stream: int) -> Values:
         """Adds a launch; returns its arguments, to be changed."""
         count = len(kernel.arguments)
@@ -77,12 +86,12 @@ class Program:
     def wait(self, stream: int, event: int) -> None:
         self._add("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0))
 
-    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Adds a copy between addresses of any GPUs; a copy engine carries it out."""
-        self._add(
-            "cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source),
-            ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream),
-        )  # fmt: skip
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> Values:
+        """Adds a copy between addresses of any GPUs; returns these two, to be changed."""
+        values = (ctypes.c_uint64 * 2)(target, source)
+        first, second = (ctypes.c_uint64.from_buffer(values, at) for at in (0, 8))
+        self._add("cuMemcpyDtoDAsync_v2", first, second, ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
+        return values
 
     def words(self, operations: Values, stream: int) -> None:
         """Adds word_operations, in one call."""
