@@ -4,9 +4,10 @@
     torchrun --nproc-per-node 2 benchmarks/bench_training.py --tiny       # gloo: does it run at all
 
 "fsdp2": parameters gathered in bf16, gradients reduced in fp32; "ddp": autocast to bf16, fp32 gradients.
-Compressed is ``zipccl_hooks.enable()`` and nothing else. Both runs start from the same seed and see the same
-tokens, with PyTorch's deterministic algorithms: losses are compared bit for bit before a time is printed.
-Times are medians of the slowest rank. Few tokens a step make communication the bound; --tokens says how many.
+Compressed is ``zipccl_hooks.compressed()`` around a step and nothing else. Two models start from one seed and
+see the same tokens, with PyTorch's deterministic algorithms: losses are compared bit for bit before a time
+is printed. They take steps in turns; times are medians of the slowest rank. Few tokens a step make
+communication the bound; --tokens says how many.
 """
 
 from __future__ import annotations
@@ -32,43 +33,48 @@ from zipccl_hooks.config import is_rank
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each behind an RMSNorm."""
+    """Attention with grouped queries and SwiGLU, each behind an RMSNorm."""
 
-    def __init__(self, width: int, heads: int, hidden: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head = width // heads
+        self.widths = [width, kv_heads * self.head, kv_heads * self.head]
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-        self.qkv, self.out = (nn.Linear(width, n, bias=False) for n in (3 * width, width))
+        self.qkv, self.out = (nn.Linear(width, n, bias=False) for n in (sum(self.widths), width))
         self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        parts = self.qkv(self.norms[0](x)).split(self.widths, dim=-1)
+        q, k, v = (part.view(batch, length, -1, self.head).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         y = self.norms[1](x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
 class Llama(nn.Module):
-    def __init__(self, vocabulary: int, width: int, heads: int, hidden: int, layers: int) -> None:
+    def __init__(
+        self, vocabulary: int, width: int, heads: int, kv_heads: int, hidden: int, layers: int
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, heads, hidden) for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.02)  # it is the head, too
+        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, hidden) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return F.linear(self.norm(x), self.embedding.weight)
 
 
-# About 0.95 billion parameters; and one for a laptop.
+# Those of Llama 3.2 1B, 1.24 billion parameters; and one for a laptop.
 SIZES = {
-    False: {"vocabulary": 32000, "width": 2048, "heads": 16, "hidden": 5632, "layers": 16},
-    True: {"vocabulary": 512, "width": 128, "heads": 4, "hidden": 352, "layers": 2},
+    False: {"vocabulary": 128256, "width": 2048, "heads": 32, "kv_heads": 8, "hidden": 8192, "layers": 16},
+    True: {"vocabulary": 512, "width": 128, "heads": 4, "kv_heads": 2, "hidden": 352, "layers": 2},
 }
 
 
@@ -85,33 +91,48 @@ def wrapped(kind: str, tiny: bool) -> nn.Module:
     return model
 
 
-def train(kind: str, args: argparse.Namespace) -> tuple[list[float], float]:
-    """(losses, seconds of a step)"""
-    model = wrapped(kind, args.tiny)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
-    generator = torch.Generator(DEVICE).manual_seed(dist.get_rank())
-    vocabulary = SIZES[args.tiny]["vocabulary"]
-    losses, times = [], []
-    for _ in range(args.warm_up + args.steps):
-        tokens = torch.randint(vocabulary, (1, args.tokens + 1), device=DEVICE, generator=generator)
+class Training:
+    """A model in training; ``losses`` and ``times`` in seconds, of each step."""
+
+    def __init__(self, kind: str, args: argparse.Namespace) -> None:
+        self.autocast = kind == "ddp"
+        self.model = wrapped(kind, args.tiny)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9)
+        self.generator = torch.Generator(DEVICE).manual_seed(dist.get_rank())
+        self.vocabulary, self.length = SIZES[args.tiny]["vocabulary"], args.tokens + 1
+        self.losses: list[float] = []
+        self.times: list[float] = []
+
+    def step(self) -> None:
+        tokens = torch.randint(self.vocabulary, (1, self.length), device=DEVICE, generator=self.generator)
         dist.barrier()
         start = time.perf_counter()
-        with torch.autocast(DEVICE, torch.bfloat16) if kind == "ddp" else nullcontext():
-            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        with torch.autocast(DEVICE, torch.bfloat16) if self.autocast else nullcontext():
+            logits = self.model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())  # waits for the GPU
-        times.append(slowest(time.perf_counter() - start))
-    return losses, statistics.median(times[args.warm_up :])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())  # waits for the GPU
+        self.times.append(slowest(time.perf_counter() - start))
+
+
+def compare(kind: str, args: argparse.Namespace) -> tuple[Training, Training]:
+    """The same training, plain and compressed, step by step in turns: the speed of machines drifts."""
+    plain, zipped = Training(kind, args), Training(kind, args)
+    for k in range(args.warm_up + args.steps):
+        for one in (plain, zipped) if k % 2 else (zipped, plain):
+            with zipccl_hooks.compressed() if one is zipped else nullcontext():
+                one.step()
+    return plain, zipped
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", default="fsdp2,ddp", help="(default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="of a rank in a step (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warm-up", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warm-up", type=int, default=6)
     parser.add_argument("--tiny", action="store_true", help="a model of half a million parameters")
     parser.add_argument("--transports", default=default_transports(), help="(default: %(default)s)")
     args = parser.parse_args()
@@ -127,19 +148,21 @@ def main() -> int:
             print(f"# {dist.get_world_size()} ranks, {args.tokens} tokens a step, torch {torch.__version__}")
             print(f"# {'kind':<8}{'plain ms':>10}{'zipped ms':>11}{'speedup':>9}{'ratio':>7}  losses")
         for kind in args.kinds.split(","):
-            plain_losses, plain = train(kind, args)
             zipccl_hooks.reset_stats()
-            zipccl_hooks.enable()
-            losses, zipped = train(kind, args)
-            zipccl_hooks.disable()
-            same = losses == plain_losses
-            bad += not same
+            plain, zipped = compare(kind, args)
+            bad += zipped.losses != plain.losses
             if lead:
+                before, after = (
+                    1e3 * statistics.median(one.times[args.warm_up :]) for one in (plain, zipped)
+                )
                 counted = zipccl_hooks.stats()
                 ratio = counted.raw_bytes / counted.sent_bytes if counted.sent_bytes else 1.0
-                times = f"{plain * 1e3:>10.1f}{zipped * 1e3:>11.1f}{plain / zipped:>9.2f}"
-                bits = f"{'the same bits' if same else 'DIFFER'}, {losses[0]:.4f} to {losses[-1]:.4f}"
-                print(f"  {kind:<8}{times}{ratio:>7.2f}  {bits}", flush=True)
+                same = "the same bits" if zipped.losses == plain.losses else "DIFFER"
+                losses = f"{same}, {zipped.losses[0]:.4f} to {zipped.losses[-1]:.4f}"
+                print(
+                    f"  {kind:<8}{before:>10.1f}{after:>11.1f}{before / after:>9.2f}{ratio:>7.2f}  {losses}",
+                    flush=True,
+                )
     return int(bad > 0)
 
 

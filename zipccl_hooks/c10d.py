@@ -28,7 +28,7 @@ from torch import Tensor
 from . import premul
 from .counters import recorder
 from .cuda_work import CudaWork
-from .dispatch import Request, decided, prepare
+from .dispatch import Request, decided, prepare, stays_plain
 from .eligible import BELOW_MIN_BYTES, MOVABLE_DTYPES, PLAIN_TYPES, unfit_reason
 from .errors import ZipcclError
 from .handshake import agree_on, agreed_on
@@ -72,9 +72,13 @@ def _interpose(operator: Operator, keyset: Any, arguments: Sequence[Any], x: Ten
         if unfit_reason(x, group) is not None:
             return None
         agree_on(policy, group)
-    if operator.is_small(arguments, x, policy.min_bytes):
-        recorder(group).native(operator.counted_as, BELOW_MIN_BYTES, x.nbytes)
-        return None
+    num_bytes = operator.num_bytes(arguments, x)
+    if num_bytes is not None:
+        if num_bytes < policy.min_bytes:
+            recorder(group).native(operator.counted_as, BELOW_MIN_BYTES, num_bytes)
+            return None
+        if stays_plain(operator.counted_as, num_bytes, x, group, policy):
+            return None
     _raise_earlier(group)
     try:
         made = operator.requests(arguments, group)

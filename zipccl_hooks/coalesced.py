@@ -123,10 +123,14 @@ def _run(
     works = Works(list(outputs))
     for request in _requests(form, inputs, outputs, op):
         plain = partial(_plain, form, request, group)
-        works.add(run(request, plain, group, True, policy))
+        works.add(run(partial(_same, request), plain, group, True, policy))
     if not async_op:
         works.wait()
     return works if async_op and _size(group) is not None else None
+
+
+def _same(request: Request) -> Request:
+    return request
 
 
 def _requests(form: _Form, inputs: Sequence[Tensor], outputs: Sequence[Tensor], op: Any) -> list[Request]:

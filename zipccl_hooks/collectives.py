@@ -37,7 +37,7 @@ from .coalesced import all_reduce_coalesced as all_reduce_coalesced
 from .coalesced import reduce_scatter_tensor_coalesced as reduce_scatter_tensor_coalesced
 from .communicator import Work
 from .config import Policy, default_policy
-from .dispatch import run, torch_collective
+from .dispatch import Request, run, torch_collective
 from .eligible import decline_reason, resolve_group
 from .p2p import batch_isend_irecv as batch_isend_irecv
 from .p2p import irecv as irecv
@@ -69,8 +69,10 @@ def all_gather_into_tensor(
             output_tensor, input_tensor, group, async_op
         )
 
-    request = requests.all_gather_into_tensor(output_tensor, input_tensor, resolve_group(group))
-    return run(request, native, group, async_op, policy)
+    def make() -> Request:
+        return requests.all_gather_into_tensor(output_tensor, input_tensor, resolve_group(group))
+
+    return run(make, native, group, async_op, policy, ("all_gather_into_tensor", input_tensor))
 
 
 def all_gather(
@@ -83,7 +85,7 @@ def all_gather(
 ) -> Work | dist.Work | None:
     """torch.distributed.all_gather: ``tensor_list[i]`` receives rank i's ``tensor``; sizes may differ."""
     return run(
-        requests.all_gather(tensor_list, tensor, resolve_group(group)),
+        lambda: requests.all_gather(tensor_list, tensor, resolve_group(group)),
         lambda: dist.all_gather(list(tensor_list), tensor, group, async_op),
         group, async_op, policy,
     )  # fmt: skip
@@ -108,8 +110,10 @@ def reduce_scatter_tensor(
             output, input, op, group, async_op
         )
 
-    request = requests.reduce_scatter_tensor(output, input, op, resolve_group(group))
-    return run(request, native, group, async_op, policy)
+    def make() -> Request:
+        return requests.reduce_scatter_tensor(output, input, op, resolve_group(group))
+
+    return run(make, native, group, async_op, policy, ("reduce_scatter_tensor", output))
 
 
 def reduce_scatter(
@@ -123,7 +127,7 @@ def reduce_scatter(
 ) -> Work | dist.Work | None:
     """torch.distributed.reduce_scatter: ``output`` is the sum of everyone's ``input_list[own rank]``."""
     return run(
-        requests.reduce_scatter(output, input_list, op, resolve_group(group)),
+        lambda: requests.reduce_scatter(output, input_list, op, resolve_group(group)),
         lambda: dist.reduce_scatter(output, list(input_list), op, group, async_op),
         group, async_op, policy,
     )  # fmt: skip
@@ -139,9 +143,9 @@ def all_reduce(
 ) -> Work | dist.Work | None:
     """torch.distributed.all_reduce, in place: a compressed reduce-scatter, then a compressed all-gather."""
     return run(
-        requests.all_reduce(tensor, op),
+        lambda: requests.all_reduce(tensor, op),
         lambda: dist.all_reduce(tensor, op, group, async_op),
-        group, async_op, policy,
+        group, async_op, policy, ("all_reduce", tensor),
     )  # fmt: skip
 
 
@@ -190,10 +194,13 @@ def all_to_all_single(
             async_op,
         )
 
-    request = requests.all_to_all_single(
-        output, input, output_split_sizes, input_split_sizes, resolve_group(group)
-    )
-    return run(request, native, group, async_op, policy)
+    def make() -> Request:
+        return requests.all_to_all_single(
+            output, input, output_split_sizes, input_split_sizes, resolve_group(group)
+        )
+
+    even = output_split_sizes is None and input_split_sizes is None
+    return run(make, native, group, async_op, policy, ("all_to_all_single", input) if even else None)
 
 
 def all_to_all(
@@ -206,7 +213,7 @@ def all_to_all(
 ) -> Work | dist.Work | None:
     """torch.distributed.all_to_all: ``input_tensor_list[i]`` goes to rank i, and so on back."""
     return run(
-        requests.all_to_all(output_tensor_list, input_tensor_list, resolve_group(group)),
+        lambda: requests.all_to_all(output_tensor_list, input_tensor_list, resolve_group(group)),
         lambda: dist.all_to_all(list(output_tensor_list), list(input_tensor_list), group, async_op),
         group, async_op, policy,
     )  # fmt: skip

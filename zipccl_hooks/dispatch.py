@@ -21,7 +21,7 @@ from .communicator import Communicator, Work, communicator
 from .config import Policy, default_policy
 from .counters import Recorder, recorder
 from .cuda_work import CudaWork, enqueue
-from .eligible import decline_reason, passing_reason, resolve_group, scale_of
+from .eligible import PLAIN_TYPES, decline_reason, passing_reason, resolve_group, scale_of
 from .exchange import Call
 from .format import TILE, Mode, align
 from .replay import Recording, likeness
@@ -90,22 +90,32 @@ decided = _Decided()
 
 
 def run(
-    request: Request,
+    make: Callable[[], Request],
     native: Callable[[], Any],
     group: dist.ProcessGroup | None,
     async_op: bool,
     policy: Policy | None,
+    sized: tuple[str, Tensor] | None = None,
 ) -> Work | dist.Work | None:
-    """Sends one call of a collective down its path."""
-    resolved = resolve_group(group)
-    start = None if resolved is None else prepare(request, resolved, policy or default_policy())
-    if start is not None:
-        return start(async_op)
+    """Sends one call of a collective down its path: the request that ``make`` makes, or ``native``.
+
+    ``sized``: the request's name, and a tensor as large as its ``num_bytes``.
+    """
+    resolved, policy = resolve_group(group), policy or default_policy()
+    if resolved is None or sized is None or not _known_plain(*sized, resolved, policy):
+        request = make()
+        start = None if resolved is None else prepare(request, resolved, policy)
+        if start is not None:
+            return start(async_op)
     before, decided.native = decided.native, True
     try:
         return native()
     finally:
         decided.native = before
+
+
+def _known_plain(name: str, tensor: Tensor, group: dist.ProcessGroup, policy: Policy) -> bool:
+    return type(tensor) in PLAIN_TYPES and stays_plain(name, tensor.nbytes, tensor, group, policy)
 
 
 def prepare(
@@ -117,7 +127,7 @@ def prepare(
     """
     on_streams = uses_streams(request.tensor)
     if on_streams:
-        if _stays_plain(request, group, policy):
+        if stays_plain(request.name, request.num_bytes, request.tensor, group, policy):
             return None
         if (known := _known_way(request, group, policy)) is not None:
             return partial(known.start, request)
@@ -171,9 +181,10 @@ def _prepare_on_streams(
         chosen = chooser.choose(request.name, request.num_bytes, dtype, policy.mode)
         kind = chooser.kind(request.name, request.num_bytes, dtype, policy.mode)
         if chosen is None:
-            settled = _Settled(policy, kind, found.comm.recorder)
+            input_bytes = sum(t.nbytes for t in request.inputs)
+            settled = _Settled(policy, kind, found.comm.recorder, input_bytes)
             _settled.setdefault(group, {})[request.name, request.num_bytes, dtype] = settled
-            settled.count(request)
+            found.comm.recorder.native(request.name, FASTER_SO, input_bytes)
             return None
         mode = chosen
     way = _Way(policy, found, mode, kind, _likeness(request, group))
@@ -262,28 +273,31 @@ def _warn_of_verify() -> None:
 
 @dataclass(frozen=True)
 class _Settled:
-    """That calls of a kind go plain until the switch looks at it again: found out in a microsecond or two."""
+    """That calls of a kind go plain until the switch looks at it again."""
 
     policy: Policy
     kind: Kind
     recorder: Recorder
-
-    def count(self, request: Request) -> None:
-        self.recorder.native(request.name, FASTER_SO, sum(t.nbytes for t in request.inputs))
+    input_bytes: int  # of the first of them
 
 
 _settled: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Settled]] = weakref.WeakKeyDictionary()
 
 
-def _stays_plain(request: Request, group: dist.ProcessGroup, policy: Policy) -> bool:
-    """Whether a call is of a settled kind; then it is counted, whatever else may speak against it."""
+def stays_plain(
+    name: str, num_bytes: int | None, tensor: Tensor, group: dist.ProcessGroup, policy: Policy
+) -> bool:
+    """Whether a call is of a settled kind; then it is counted, whatever else may speak against it.
+
+    Asked before anything else: a plain collective takes 40 us, which these calls must not add to.
+    """
     kinds = _settled.get(group)
-    if kinds is None:
+    if kinds is None or not uses_streams(tensor):
         return False
-    settled = kinds.get((request.name, request.num_bytes, request.tensor.dtype))
+    settled = kinds.get((name, num_bytes, tensor.dtype))
     if settled is None or settled.policy is not policy or not settled.kind.take(None):
         return False
-    settled.count(request)
+    settled.recorder.native(name, FASTER_SO, settled.input_bytes)
     return True
 
 

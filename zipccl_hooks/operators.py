@@ -57,9 +57,9 @@ class Operator:
     def returns_outputs(self) -> bool:
         return self.schema.endswith("Work)")
 
-    def is_small(self, a: Arguments, x: Tensor, min_bytes: int) -> bool:
-        """Whether the call is below ``min_bytes``, found out before a request is made of it."""
-        return self.sized and x.nbytes < min_bytes and (type(a[0]) is not list or len(a[0]) <= 1)
+    def num_bytes(self, a: Arguments, x: Tensor) -> int | None:
+        """The request's ``num_bytes``, before one is made; None where that takes more than ``x``."""
+        return x.nbytes if self.sized and (type(a[0]) is not list or len(a[0]) <= 1) else None
 
     def _position(self, argument: str) -> int:
         return [argument in text for text in self.schema.split(",")].index(True)

@@ -30,10 +30,11 @@ def broadcast(
     policy: Policy | None = None,
 ) -> Work | dist.Work | None:
     """torch.distributed.broadcast, in place; ``src`` is a global rank, ``group_src`` one of the group."""
-    request = requests.broadcast(tensor, rank_in_group("src", src, group_src, resolve_group(group)))
     return run(
-        request, lambda: dist.broadcast(tensor, src, group, async_op, group_src), group, async_op, policy
-    )
+        lambda: requests.broadcast(tensor, rank_in_group("src", src, group_src, resolve_group(group))),
+        lambda: dist.broadcast(tensor, src, group, async_op, group_src),
+        group, async_op, policy, ("broadcast", tensor),
+    )  # fmt: skip
 
 
 def scatter(
@@ -50,7 +51,7 @@ def scatter(
     resolved = resolve_group(group)
     root = _root_or_first("src", src, group_src, resolved)
     return run(
-        requests.scatter(tensor, scatter_list, root, resolved),
+        lambda: requests.scatter(tensor, scatter_list, root, resolved),
         lambda: dist.scatter(tensor, scatter_list, src, group, async_op, group_src),
         group, async_op, policy,
     )  # fmt: skip
@@ -70,7 +71,7 @@ def gather(
     resolved = resolve_group(group)
     root = _root_or_first("dst", dst, group_dst, resolved)
     return run(
-        requests.gather(tensor, gather_list, root, resolved),
+        lambda: requests.gather(tensor, gather_list, root, resolved),
         lambda: dist.gather(tensor, gather_list, dst, group, async_op, group_dst),
         group, async_op, policy,
     )  # fmt: skip

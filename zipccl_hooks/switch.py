@@ -48,6 +48,7 @@ from .ops import format_dtype
 logger = logging.getLogger(__name__)
 
 REVIEW, RETRY = 64, 1024  # calls
+SUDDEN = 0.9  # of the ratio that was known
 NOMINAL_BYTES = 32 * 1024 * 1024
 KIND = {
     "all_gather": "all_gather",
@@ -94,8 +95,11 @@ class Kind:
         return True
 
     def learn(self, call: Call) -> None:
-        """Takes over what a call's exchanges showed."""
-        self.ratios[call.mode] = Ratio(call.ratios[0], call.ratios[-1])
+        """Takes over what a call's exchanges showed; much less than before is looked at again at once."""
+        found, before = Ratio(call.ratios[0], call.ratios[-1]), self.ratios.get(call.mode)
+        if before is not None and min(found.parts / before.parts, found.sums / before.sums) < SUDDEN:
+            self.calls = 0
+        self.ratios[call.mode] = found
 
 
 class Switch:
