@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import statistics
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -134,12 +137,38 @@ def compare(kind: str, args: argparse.Namespace) -> tuple[Training, Training]:
     return plain, zipped
 
 
+def measured(kind: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A row: medians in seconds of the slowest rank, and the losses at both ends."""
+    zipccl_hooks.reset_stats()
+    plain, zipped = compare(kind, args)
+    before, after = (statistics.median(one.times) for one in (plain, zipped))
+    return {
+        "transport": args.transports, "kind": kind, "compiled": args.compile, "tokens": args.tokens,
+        "plain_seconds": before, "zipped_seconds": after, "speedup": before / after,
+        "ratio": zipccl_hooks.stats().total.ratio, "same_losses": zipped.losses == plain.losses,
+        "losses": [zipped.losses[0], zipped.losses[-1]],
+    }  # fmt: skip
+
+
+def text(row: dict[str, Any]) -> str:
+    times = f"{1e3 * row['plain_seconds']:>10.1f}{1e3 * row['zipped_seconds']:>11.1f}{row['speedup']:>9.2f}"
+    same, (first, last) = "the same bits" if row["same_losses"] else "DIFFER", row["losses"]
+    return f"  {row['kind']:<8}{times}{row['ratio']:>7.2f}  {same}, {first:.4f} to {last:.4f}"
+
+
+def save(row: dict[str, Any], file: Path) -> None:
+    """Adds a row to the list in a file."""
+    rows = [*(json.loads(file.read_text()) if file.exists() else []), row]
+    file.write_text("[\n" + ",\n".join(" " + json.dumps(one) for one in rows) + "\n]\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", default="fsdp2,ddp", help="(default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="of a rank in a step (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=4, help=f"of {STEPS} steps each (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
+    parser.add_argument("--json", metavar="FILE", help="add the rows to a list of objects")
     parser.add_argument("--tiny", action="store_true", help="a model of half a million parameters")
     parser.add_argument("--transports", default=default_transports(), help="(default: %(default)s)")
     args = parser.parse_args()
@@ -156,19 +185,12 @@ def main() -> int:
             print(f"# {dist.get_world_size()} ranks, {args.tokens} tokens a step, torch {torch.__version__}")
             print(f"# {'kind':<8}{'plain ms':>10}{'zipped ms':>11}{'speedup':>9}{'ratio':>7}  losses")
         for kind in args.kinds.split(","):
-            zipccl_hooks.reset_stats()
-            plain, zipped = compare(kind, args)
-            bad += zipped.losses != plain.losses
+            row = measured(kind, args)
+            bad += not row["same_losses"]
             if lead:
-                before, after = (1e3 * statistics.median(one.times) for one in (plain, zipped))
-                counted = zipccl_hooks.stats()
-                ratio = counted.raw_bytes / counted.sent_bytes if counted.sent_bytes else 1.0
-                same = "the same bits" if zipped.losses == plain.losses else "DIFFER"
-                losses = f"{same}, {zipped.losses[0]:.4f} to {zipped.losses[-1]:.4f}"
-                print(
-                    f"  {kind:<8}{before:>10.1f}{after:>11.1f}{before / after:>9.2f}{ratio:>7.2f}  {losses}",
-                    flush=True,
-                )
+                print(text(row), flush=True)
+                if args.json:
+                    save(row, Path(args.json))
     return int(bad > 0)
 
 

@@ -87,10 +87,13 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def on_every_transport(arguments: Sequence[str], names: str, ranks: int = 2) -> int:
-    """``start`` once for each of the comma-separated names of TRANSPORTS, until one fails."""
+    """``start`` once for each of the comma-separated names of TRANSPORTS, until one fails.
+
+    Its ranks are told which, as ``--transports``.
+    """
     for name in names.split(","):
         print(f"# transport {name}", flush=True)
-        if (code := start(arguments, ranks, TRANSPORTS[name])) != 0:
+        if (code := start([*arguments, "--transports", name], ranks, TRANSPORTS[name])) != 0:
             return code
     return 0
 
