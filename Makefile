@@ -8,7 +8,7 @@ RUN = $(VENV)/bin/python
 # That check-install installs for.
 PYTHONS ?= $(PYTHON)
 
-.PHONY: demo demo-slow-link test test-gpu sanitize-gpu conformance check-install lint bench bench-slow-link clean
+.PHONY: tables demo demo-slow-link test test-gpu sanitize-gpu conformance check-install lint bench bench-slow-link clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/train_ddp.py
@@ -56,6 +56,10 @@ bench: $(VENV)/installed-dev
 
 bench-slow-link: $(VENV)/installed
 	$(RUN) examples/slow_link.py --rate 1gbit -- benchmarks/bench_collectives.py
+
+# Tables and picture of README and docs, of the runs in benchmarks/saved.
+tables: $(VENV)/installed-dev
+	PYTHONPATH=. $(RUN) benchmarks/tables.py
 
 clean:
 	rm -rf $(VENV)

@@ -85,7 +85,7 @@ def draw() -> Any:
             sizes, speedups = ([r[key] for r in line] for key in ("mib", "speedup"))
             axes.plot(sizes, speedups, marker=".", label=f"{call}, {data}")
         axes.axhline(1.0, color="grey", linewidth=0.8)
-        axes.set(title=name, xscale="log", xlabel="MiB")
+        axes.set(title=name, xscale="log", xlabel="MiB", xlim=(0.7, 1500))
         axes.set_xticks([1, 4, 16, 64, 256, 1024], labels=["1", "4", "16", "64", "256", "1024"])
     panels[0].set_ylabel("speed over the plain collective")
     panels[-1].legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5))

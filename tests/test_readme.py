@@ -68,3 +68,31 @@ def test_environment_table_is_complete() -> None:
     rows = dict(re.findall(r"^\| `(ZIPCCL_\w+)` \| (\S+) \|", tuning, re.MULTILINE))
     defaults = {k: str(int(v)) if isinstance(v, bool) else str(v) for k, v in config.variables().items()}
     assert rows == defaults
+
+
+def test_tables_are_of_the_saved_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else: make tables."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import tables
+
+    for name in tables.PAGES:
+        page = (ROOT / name).read_text()
+        assert page == tables.filled(page), name
+
+
+def test_a_table_says_where_we_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import tables
+
+    rows = [
+        {"call": "all_gather", "data": "bf16", "transport": transport, "mib": 64.0, "speedup": speedup}
+        for transport, speedup in (("nvlink", 0.969), ("host", 1.456))
+    ]
+    monkeypatch.setattr(tables, "saved", lambda run: rows)
+    page = "a\n<!-- saved collectives nvlink:64 host:64 -->\nold\n<!-- end of saved -->\nb\n"
+    assert tables.filled(page).splitlines()[2:6] == [
+        "| call | data | NVLink, 64 MiB | host memory, 64 MiB |",
+        "|---|---|---|---|",
+        "| all_gather | bf16 | **0.97x** | 1.46x |",
+        "<!-- end of saved -->",
+    ]

@@ -99,9 +99,10 @@ def _start(
     if resolved is None:
         return None
     policy = policy or default_policy()
-    reason = decline_reason(tensor, tensor.nbytes, resolved, policy)
-    if reason is None and uses_streams(tensor):
-        reason = "message between GPUs"
+    if uses_streams(tensor):  # first: these calls must not notice
+        reason: str | None = "message between GPUs"
+    else:
+        reason = decline_reason(tensor, tensor.nbytes, resolved, policy)
     if reason is None and peer is None:
         reason = "any source"
     if reason is None and tag != 0:
