@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def collect_row(request: pytest.FixtureRequest) -> Iterator[None]:
     benchmark = request.getfixturevalue("benchmark")
     yield
-    if benchmark.extra_info and benchmark.stats:
+    if "codec" in benchmark.extra_info and benchmark.stats:
         request.config.stash[ROWS].append(benchmark.extra_info)
 
 
