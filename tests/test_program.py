@@ -117,7 +117,7 @@ def test_a_sum_of_many_finds_its_own_term_and_its_target(
     lay = cached_layout(numel, DTYPES["bfloat16"], Mode.FAST)
     layouts = [None if peer == rank else lay for peer in range(size)]
     received = [torch.empty(100 + peer, dtype=torch.uint8) for peer in range(size)]
-    made = plan.Plan(0, 0, np.zeros(0), 0, 0, [])
+    made = plan.Plan(0, 0, np.zeros(0), 0, 0, 0, [])
     plan._add_sum(channel, made, 0.5, layouts, received, received)
     for arguments, at, address in made.places([], [], own=4096, total=8192):
         arguments[at] = address

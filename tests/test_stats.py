@@ -72,20 +72,32 @@ def test_log_every_refuses(calls: object) -> None:
         log_every(calls)  # type: ignore[arg-type]
 
 
-def ranges(group: torch.distributed.ProcessGroup) -> tuple[set[str], dict[str, float]]:
-    x = torch.randn(5003)
+def ranges(group: torch.distributed.ProcessGroup) -> tuple[dict[str, list[int]], dict[str, float]]:
+    """Bytes of the ranges by name."""
+    x = torch.randn(5003).bfloat16()
     collectives.all_reduce(x, group=group, policy=Policy(min_bytes=0))  # the thread is there
     reset_stats(group)
     every_thread = _ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as profiler:
+    activities = [ProfilerActivity.CPU]
+    with profile(activities=activities, record_shapes=True, experimental_config=every_thread) as profiler:
         collectives.all_reduce(x, group=group, policy=Policy(min_bytes=0))
-    return {event.name for event in profiler.events()}, stats(group).flat()
+    found: dict[str, list[int]] = {}
+    for event in profiler.events():
+        # Operators have names like that, too; their input is a tensor.
+        if event.name.startswith("zipccl::") and isinstance(event.concrete_inputs[0], int):
+            found.setdefault(event.name.removeprefix("zipccl::"), []).append(event.concrete_inputs[0])
+    return found, stats(group).flat()
 
 
 def test_profiler_of_all_threads_sees_what_a_call_is_made_of(pair: Ranks) -> None:
-    for names, flat in pair.run(2, ranges):
-        assert {"zipccl::encode", "zipccl::exchange", "zipccl::decode"} <= names
-        assert flat["zipccl/all_reduce/compressed_calls"] == 1
+    (first, flat), (second, _) = pair.run(2, ranges)
+    for mine, theirs, shards in ((first, second, [3072, 1931]), (second, first, [1931, 3072])):
+        # The peer's shard of this rank's tensor, then this rank's sum; what comes is what the peer sent.
+        assert mine["encode"] == [2 * shards[1], 2 * shards[0]]
+        assert mine["exchange"] == mine["decode"]
+        assert theirs["encode"] == [2 * shards[0], 2 * shards[1]]
+        assert all(0.6 < got / raw < 1 for got, raw in zip(mine["decode"], theirs["encode"], strict=True))
+    assert flat["zipccl/all_reduce/compressed_calls"] == 1
 
 
 LOGS = """

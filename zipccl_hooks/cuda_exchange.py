@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from . import exchange as host
 from .channel import Channel, Flow
@@ -22,6 +21,7 @@ from .exchange import Call
 from .format import GROUP, TILE, Header
 from .ops import format_dtype
 from .plan import Manner, Numels, Place, Plan, find_plan
+from .ranges import profiled
 
 # Bytes of all ranks' tensors in one piece, and of one rank's. Two H200, all-gather of bf16, over NCCL with
 # 32 / 64 / 128 MiB: through host memory 64 MiB 1.25 / 1.28 / 1.25, 256 MiB 1.30 / 1.37 / 1.35,
@@ -65,9 +65,9 @@ def _calibrate(call: Call, flow: Flow, plan: Plan) -> None:
     flow.set_rate(max(row[0] for row in rates))
 
 
-def _record(name: str) -> AbstractContextManager[object]:
-    """A range of the profiler; it costs ten microseconds, so only where one runs."""
-    return record_function(name) if torch.autograd._profiler_enabled() else _NO_RANGE
+def _range(name: str, num_bytes: int) -> AbstractContextManager[object]:
+    """It costs ten microseconds, so only where a profiler runs."""
+    return profiled(name, num_bytes) if torch.autograd._profiler_enabled() else _NO_RANGE
 
 
 @dataclass
@@ -175,7 +175,7 @@ def _exchange(
         plan = find_plan(channel, flow, manner, *sizes, turn)
         addresses = [s + at for s in sources], [t + at for t in targets], own_term + at, total + at
         places = _placed(plan.places(*addresses))
-        with _record("zipccl::encode"):
+        with _range("encode", plan.raw_bytes):
             plan.encode.run()
         if flow.rate is None:
             _calibrate(call, flow, plan)
@@ -184,13 +184,13 @@ def _exchange(
         started = channel.start(call.name, plan.table)
         exchanges.append(started)
         plan.set_exchange(channel, started)
-        with _record("zipccl::exchange"):
+        with _range("exchange", plan.sent_bytes):
             plan.exchange.run()
         copying = Program()
         if own is not None and start + step >= longest:
             places += _add_copy(copying, channel, *own)
             copying.run()
-        with _record("zipccl::decode"):
+        with _range("decode", plan.received_bytes):
             plan.decode.run()
         if call.recording is not None:
             steps = Program.joined(before, plan.encode, plan.exchange, copying, plan.decode)

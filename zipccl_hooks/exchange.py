@@ -27,13 +27,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from . import ops
 from .codec import check_seal, encode_into, seal
 from .communicator import Communicator
 from .errors import PeerMismatch, VerificationFailed, ZipcclError
 from .format import GROUP, TILE, Header, Mode, align
+from .ranges import profiled
 
 # What a call is in descriptions: its place here, and for the two ends of a message the same one.
 CALLS = (
@@ -103,7 +103,7 @@ class Call:
         return size // self.dtype.itemsize // (GROUP * TILE) * GROUP * TILE
 
     def encode(self, part: Tensor, buffer: Tensor) -> int:
-        with record_function("zipccl::encode"):
+        with profiled("encode", part.nbytes):
             header = encode_into(part, self.mode, buffer)
             if self.verify:
                 seal(header, part, buffer)
@@ -111,7 +111,7 @@ class Call:
         return header.payload_bytes
 
     def decode(self, payload: Tensor, out: Tensor, peer: int) -> None:
-        with record_function("zipccl::decode"), self._named(peer):
+        with profiled("decode", payload.numel()), self._named(peer):
             ops.decode_out(payload, out=out)
             if self.verify:
                 check_seal(Header.read(payload), out)
@@ -122,7 +122,8 @@ class Call:
             for peer, source in enumerate(sources):
                 if source.dtype == torch.uint8:
                     self.decode(source, torch.empty_like(out), peer)
-        with record_function("zipccl::decode"), self._named(None):
+        num_bytes = sum(source.numel() for source in sources if source.dtype == torch.uint8)
+        with profiled("decode", num_bytes), self._named(None):
             ops.decode_sum_out(sources, scale=scale, out=out)
 
     @contextmanager
@@ -178,15 +179,16 @@ def _in_pieces(
     call: Call,
     longest: int,
     encode: Callable[[int], Any],
-    exchange: Callable[[int, Any], tuple[list[dist.Work], Any]],
-    decode: Callable[[int, Any], None],
+    exchange: Callable[[int, Any], tuple[list[dist.Work], list[Tensor]]],
+    decode: Callable[[int, list[Tensor]], None],
 ) -> None:
     """Runs the pieces of parts of up to ``longest`` elements, overlapped.
 
-    ``encode`` starts the exchange of a piece's sizes, ``exchange`` awaits it and starts that of its data.
+    ``encode`` starts the exchange of a piece's sizes, ``exchange`` awaits it and starts that of its data: it
+    returns works and the payloads that arrive.
     """
 
-    def guarded_decode(piece: int, received: Any) -> None:
+    def guarded_decode(piece: int, received: list[Tensor]) -> None:
         try:
             if call.error is None:
                 decode(piece, received)
@@ -195,15 +197,14 @@ def _in_pieces(
 
     num_pieces = max(1, -(-longest // call.piece))
     started = encode(0)
-    received: Any = None
+    received: list[Tensor] = []
     for piece in range(num_pieces):
-        with record_function("zipccl::exchange"):
-            works, receiving = exchange(piece, started)
+        works, receiving = exchange(piece, started)
         if piece + 1 < num_pieces:
             started = encode(piece + 1)
         if piece:
             guarded_decode(piece - 1, received)
-        with record_function("zipccl::exchange"):
+        with profiled("exchange", sum(payload.numel() for payload in receiving)):
             _wait(works)
         received = receiving
     guarded_decode(num_pieces - 1, received)
@@ -378,15 +379,17 @@ def broadcast(call: Call, x: Tensor, root: int) -> None:
             call.sent_bytes += call.peers * (int(size) + size.itemsize)
         return buffer, size, comm.backend.broadcast([size], options)
 
-    def exchange(piece: int, started: tuple[Tensor, Tensor, dist.Work]) -> tuple[list[dist.Work], Tensor]:
+    def exchange(
+        piece: int, started: tuple[Tensor, Tensor, dist.Work]
+    ) -> tuple[list[dist.Work], list[Tensor]]:
         buffer, size, size_work = started
         size_work.wait()
         payload = buffer[: int(size)]
-        return [comm.backend.broadcast([payload], options)], payload
+        return [comm.backend.broadcast([payload], options)], [payload]
 
-    def decode(piece: int, payload: Tensor) -> None:
+    def decode(piece: int, received: list[Tensor]) -> None:
         if comm.rank != root:
-            call.decode(payload, x[piece * step : (piece + 1) * step], root)
+            call.decode(received[0], x[piece * step : (piece + 1) * step], root)
 
     _in_pieces(call, x.numel(), encode, exchange, decode)
     if call.turn:

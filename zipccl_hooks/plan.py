@@ -62,6 +62,7 @@ class Plan:
     table: np.ndarray[Any, Any]
     raw_bytes: int  # of the tensors sent
     sent_bytes: int
+    received_bytes: int
     keep: list[Any]  # what the programs hold addresses of
     payloads: list[tuple[Layout, Tensor]] = field(default_factory=list)  # that this rank encodes
     encode: Program = field(default_factory=Program)
@@ -152,6 +153,7 @@ def _make(
         np.array([entry.row() for entry in entries]),
         sum(lay.numel * dtype.itemsize for lay in out_layouts if lay),
         sum(out_bytes[peer] for peer in to),
+        sum(num_bytes for lay, num_bytes in zip(in_layouts, in_bytes, strict=True) if lay),
         [slots, received, spills],
     )
     coded = to[:1] if manner.same else to
