@@ -35,14 +35,19 @@ sanitize-gpu:
 	    $(PYTHON) -m pytest tests/test_cuda.py -k "$(SANITIZED)" || exit 1; \
 	done
 
-# sdist and wheel; the wheel in an empty environment, away from the sources, where it checks itself.
+# sdist and wheel; the wheel in an empty environment, away from the sources, where it checks itself; then with
+# the extra for GPUs, which compiles a kernel, also where there are none.
+COMPILES = from zipccl_hooks.cuda import launch; from zipccl_hooks.format import Mode; \
+  assert ".target sm_90" in launch.compiled_ptx("stamp", "uint8", Mode.RAW, (9, 0))
 check-install: $(VENV)/installed-dev
 	rm -rf dist
 	$(RUN) -m build . > /dev/null
 	for python in $(PYTHONS); do \
 	  rm -rf .venv/empty && $$python -m venv .venv/empty && \
 	  .venv/empty/bin/python -m pip install --quiet "$(TORCH)" dist/*.whl && \
-	  (cd / && $(CURDIR)/.venv/empty/bin/python -m zipccl_hooks check) || exit 1; \
+	  (cd / && $(CURDIR)/.venv/empty/bin/python -m zipccl_hooks check) && \
+	  .venv/empty/bin/python -m pip install --quiet "$$(ls dist/*.whl)[cu13]" && \
+	  (cd / && XDG_CACHE_HOME=$(CURDIR)/.venv/empty $(CURDIR)/.venv/empty/bin/python -c '$(COMPILES)') || exit 1; \
 	done
 	rm -rf .venv/empty
 

@@ -9,7 +9,7 @@ import torch
 
 from zipccl_hooks import explain, link, nodes
 from zipccl_hooks import switch as switch_module
-from zipccl_hooks.channel import LAG
+from zipccl_hooks.channel import KEPT, LAG, LARGE, Flow
 from zipccl_hooks.choose import CROSS, KINDS, LOCAL, Cost, Link
 from zipccl_hooks.exchange import Call
 from zipccl_hooks.format import Mode
@@ -142,3 +142,28 @@ def test_nodes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr(nodes, "tree", lambda comm, channel: None)
     assert switch_module._with_nodes(flat, channel, max) is flat  # type: ignore[arg-type]
+
+
+# Room
+
+
+def test_room_changes_seldom() -> None:
+    """Raised at once; lowered at once only by much, else to what KEPT calls needed."""
+    flow = Flow()
+    seen = []
+
+    def needs(*rates: int) -> list[int | None]:
+        seen.clear()
+        for rate in rates:
+            flow.set_rate(rate)
+            seen.append(flow.rate)
+        return list(dict.fromkeys(seen))
+
+    assert needs(1000) == [1024]
+    assert needs(900, 1024, 700) == [1024]
+    assert needs(1025) == [1056]
+    assert needs(*[800, 901] * (KEPT // 2)) == [1056, 928] and seen.index(928) == KEPT - 1
+    assert needs(*[700] * (KEPT - 1), 928) == [928]
+    assert needs(LARGE + 2000) == [LARGE + 2016]
+    assert needs(2016) == [LARGE + 2016]
+    assert needs(2015) == [2016]
