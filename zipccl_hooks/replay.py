@@ -4,7 +4,7 @@ A training step makes the same calls as the one before, and between them the hos
 little of the Python that makes exchanges is in its caches: there it takes four times as long as in a loop.
 So the first call of a kind notes what it enqueues (Recording), addresses as places in its tensors. Later ones
 write their own addresses among the arguments of the same driver calls, and make these. An all_reduce of two
-exchanges, driver calls left out, took an AMD EPYC 143 us in a loop, 590 with caches emptied in between; now it
+exchanges, less its driver calls, took an AMD EPYC 143 us in a loop, 590 with caches emptied between; now it
 takes 50 and 370 (by a script that is not in the tree).
 
 A recording is good as long as the room that payloads get, and the buffers, are those it was made with.
