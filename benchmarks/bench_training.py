@@ -186,6 +186,7 @@ def main() -> int:
             print(f"# {'kind':<8}{'plain ms':>10}{'zipped ms':>11}{'speedup':>9}{'ratio':>7}  losses")
         for kind in args.kinds.split(","):
             row = measured(kind, args)
+            gc.collect()  # the models: before others are made, and before the group goes
             bad += not row["same_losses"]
             if lead:
                 print(text(row), flush=True)
