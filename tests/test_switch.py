@@ -72,6 +72,14 @@ def test_data_that_do_not_shrink_go_plainly_and_are_tried_again() -> None:
     assert None in easy and None not in easy[RETRY:]
 
 
+def test_data_that_shrink_much_less_are_looked_at_at_once() -> None:
+    """Not only when REVIEW calls are over; a little less waits."""
+    chooser = switch(25e9)
+    assert None not in run(chooser, LAG + 1 + 5, [1.49])
+    assert None not in run(chooser, 5, [1.45])
+    assert [mode is None for mode in run(chooser, 4, [1.0])] == [False, True, True, True]
+
+
 def test_one_mode_tells_of_the_other() -> None:
     """fp32 is tried as if it held bf16 values. Once one mode showed that it does not, the other is not."""
     chosen = run(switch(25e9), 10 * REVIEW, [1.17], FP32)
