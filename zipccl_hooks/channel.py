@@ -65,8 +65,8 @@ class Flow:
     def set_rate(self, rate: int) -> None:
         """Makes room for ``rate``, and does not change it for little, so that plans last.
 
-        Layers share a flow, and need more or less: a rate that followed each of them changed in a quarter of
-        the exchanges of an FSDP2 step, each time for 0.3 ms of the host.
+        Layers share a flow, and need more or less: a rate that followed each of them had plans made anew in
+        every step.
         """
         self._calls += 1
         self._highest = max(self._highest, rate)

@@ -119,8 +119,7 @@ class Tree:
             caller = lower.begin()  # the encoding stream of the whole group's channel
             try:
                 for term in terms:
-                    term.record_stream(lower.encoding)
-                    term.record_stream(lower.decoding)
+                    term.record_stream(lower.decoding)  # nothing comes after decoding
                 flat(sub, terms, out, scale)
                 lower.join(upper.decoding, lower.decoding)
             finally:
