@@ -103,20 +103,14 @@ def staged_peers_ranks() -> Iterator[Ranks]:
     yield from _pool(largest=3)
 
 
-def _nccl_pool() -> Iterator[Ranks]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("fewer than two CUDA devices")
-    yield from _pool(largest=2, backend="nccl")
-
-
 @pytest.fixture(scope="session")
 def nccl_ranks() -> Iterator[Ranks]:
-    yield from _nccl_pool()
+    yield from _pool(largest=4, backend="nccl")
 
 
 @pytest.fixture(scope="session")
 def nccl_peers_ranks() -> Iterator[Ranks]:
-    yield from _nccl_pool()
+    yield from _pool(largest=4, backend="nccl")
 
 
 @pytest.fixture

@@ -43,10 +43,17 @@ class Stream:
 class Event:
     cuda_event = 0
 
+    def __init__(self, **kwargs: Any) -> None: ...
+
     def record(self, *stream: Any) -> None: ...
 
     def query(self) -> bool:
         return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1.0
 
 
 def _bytes(address: int, num_bytes: int) -> np.ndarray[Any, Any]:

@@ -36,8 +36,11 @@ def _serve(rank: int, store: str, connection: Any, largest: int, backend: str) -
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if devices := torch.cuda.device_count():
+        torch.cuda.set_device(rank % devices)
+        if backend == "nccl" and largest > devices:
+            # NCCL refuses two ranks of one host on a GPU; so they say that they are of several.
+            os.environ.update(NCCL_HOSTID=f"host {rank // devices}", NCCL_SOCKET_IFNAME="lo")
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=largest)
     groups = {n: dist.new_group(list(range(n)), timedelta(seconds=60)) for n in range(1, largest + 1)}
     while (task := connection.recv()) is not None:
@@ -50,7 +53,7 @@ def _serve(rank: int, store: str, connection: Any, largest: int, backend: str) -
 
 
 class Ranks:
-    """Up to ``largest`` ranks. With CUDA devices each has one, which several may share but over NCCL."""
+    """Up to ``largest`` ranks. With CUDA devices each has one, which several may share."""
 
     def __init__(self, largest: int = LARGEST, backend: str = "gloo") -> None:
         self._largest, self._backend = largest, backend

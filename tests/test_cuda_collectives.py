@@ -29,8 +29,8 @@ from zipccl_hooks import (
     eligible,
     explain,
     link,
+    messages,
     nodes,
-    p2p,
     peers,
     replay,
     reset_stats,
@@ -58,7 +58,8 @@ def on(*transports: str) -> list[Any]:
 
 TRANSPORTS = (
     "emulated 2", "emulated 3", "emulated 5", "emulated_peers 2", "emulated_peers 3",
-    "staged 2", "staged 3", "staged 4", "staged_peers 3", "nccl 2", "nccl_peers 2",
+    "staged 2", "staged 3", "staged 4", "staged_peers 3", "nccl 2", "nccl 4",
+    "nccl_peers 2", "nccl_peers 4",
 )  # fmt: skip
 
 
@@ -90,8 +91,8 @@ def prepared(
     rests.STAGE = 4096  # so that a rest takes several rounds
     if transport != "nccl":
         eligible.BACKENDS = eligible.BACKENDS | {"cuda": "gloo"}
-        channel.group_backend = StagedBackend.of
-        nodes.bare_backend = p2p.bare_backend = StagedBackend.bare
+        channel.group_backend = messages.group_backend = StagedBackend.of
+        nodes.bare_backend = StagedBackend.bare
     reset_stats()
     result = getattr(importlib.import_module(module), name)(group, *args)
     torch.cuda.synchronize()

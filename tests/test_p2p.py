@@ -269,22 +269,6 @@ def test_counts_the_bytes_it_sends(on_ranks: OnRanks) -> None:
     assert received == (0, 8 * (3 + 2 * 2))  # its description
 
 
-def between_gpus(group: dist.ProcessGroup) -> dict[str, int]:
-    reset_stats(group)
-    x, out = put(0, 9001), room(9001)
-    if group.rank() == 0:
-        collectives.send(x, 1, group, policy=ALL)
-    else:
-        collectives.recv(out, 0, group, policy=ALL)
-        assert_bits(out.cpu(), data(0, 9001, torch.bfloat16))
-    return dict(stats(group).calls["recv" if group.rank() else "send"].native_calls)
-
-
-@over("emulated", "nccl")
-def test_messages_between_gpus_go_natively(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, between_gpus) == [{"message between GPUs": 1}] * 2
-
-
 # Ends that differ
 
 

@@ -14,7 +14,7 @@ from ranks import LARGEST, Ranks
 from test_collectives import data, small_pieces
 from torch import Tensor
 
-POOLS = {"gloo": LARGEST, "emulated": 5, "staged": 4, "nccl": 2}  # transport: ranks
+POOLS = {"gloo": LARGEST, "emulated": 5, "staged": 4, "nccl": 4}  # transport: ranks
 STREAMS = True  # whether calls are enqueued on streams
 
 OnRanks = Callable[..., list[Any]]

@@ -102,18 +102,26 @@ def _set_stream(stream: torch.cuda.Stream) -> None:
 class Channel:
     """Issues the compressed exchanges of one group and device, from the thread that calls.
 
-    Creating one is a collective call.
+    ``peers``: where payloads are copied among these; ``exchanging``: a stream that several channels share.
     """
 
-    def __init__(self, comm: Communicator, backend: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        backend: Any,
+        device: torch.device,
+        peers: Peers | None = None,
+        exchanging: torch.cuda.Stream | None = None,
+    ) -> None:
         self.comm, self.backend, self.device, self.index = comm, backend, device, device.index
         self.timeout: float = backend.options._timeout.total_seconds()
         with torch.cuda.device(device):
-            self.encoding, self.exchanging, self.decoding = (torch.cuda.Stream(priority=-1) for _ in range(3))
+            self.encoding, self.decoding = (torch.cuda.Stream(priority=-1) for _ in range(2))
+            self.exchanging = exchanging or torch.cuda.Stream(priority=-1)
             # When a turn's buffers are no longer read; behind its encoding and its exchange.
             self.free, self.encoded, self.arrived = ([self._event(), self._event()] for _ in range(3))
             self._called, self._joined = torch.cuda.Event(), self._event()
-        self.peers = find_peers(comm, device)
+        self.peers = peers
         self._buffers: dict[str, Tensor] = {}
         self._flows: dict[Any, Flow] = {}
         self.recordings: dict[Any, Any] = {}  # of calls (replay.py), to be made again with the same buffers
@@ -307,7 +315,8 @@ def channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     found = held.get(device.index)
     if found is None:
         comm = communicator(group)
-        found = held[device.index] = Channel(comm, group_backend(group, device), device)
+        backend = group_backend(group, device)
+        found = held[device.index] = Channel(comm, backend, device, find_peers(comm, device))
         weakref.finalize(group, found.close)
     return found
 

@@ -21,7 +21,7 @@ from .communicator import Communicator, Work, communicator
 from .config import Policy, default_policy
 from .counters import Recorder, recorder
 from .cuda_work import CudaWork, enqueue
-from .eligible import PLAIN_TYPES, decline_reason, passing_reason, resolve_group, scale_of
+from .eligible import FASTER_SO, PLAIN_TYPES, decline_reason, passing_reason, resolve_group, scale_of
 from .exchange import Call
 from .format import TILE, Mode, align
 from .replay import Recording, likeness
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 VERIFY_EVERY = 64  # calls of a kind: one is repeated uncompressed
 MAX_WAYS = 1024  # kept for a group
-FASTER_SO = "faster so"  # the reason of what the switch leaves plain
 
 
 def torch_collective(newer: str, older: str) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from .communicator import Communicator, bare_backend
 from .config import node_name
 from .exchange import Call
 from .format import GROUP, TILE
+from .peers import find_peers
 
 STEP_BYTES = 64 * 1024 * 1024  # of the tensor that is reduced inside the node at a time
 DTYPES = (torch.float32, torch.bfloat16)
@@ -74,7 +75,8 @@ class Tree:
         self.channel: Channel | None = None
         if channel is not None:
             backend = bare_backend(kind, store(f"{kind} {self.local}"), self.node, num_nodes, comm.timeout)
-            self.channel = Channel(self.comm, backend, channel.device)
+            peers = find_peers(self.comm, channel.device)
+            self.channel = Channel(self.comm, backend, channel.device, peers)
             comm.closers.append(self.channel.close)
 
     def reduce_scatter(

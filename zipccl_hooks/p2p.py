@@ -1,6 +1,7 @@
 """Messages: send, recv, isend, irecv and batch_isend_irecv. Reached as functions of collectives.py.
 
-A message is a broadcast among its two ranks, from the sender. Each direction between two ranks has a
+On CPU tensors a message is a broadcast among its two ranks, from the sender; between GPUs see messages.py.
+Each direction between two ranks has a
 communicator of its own, whose thread carries out its messages in the order of the calls, from making the
 connections on. So no call waits for another rank, and no direction for another, whatever the order in which
 ranks send and receive::
@@ -8,10 +9,6 @@ ranks send and receive::
     rank 0   isend(a, 1), irecv(b, 1)     thread "0 to 1"   [ connect | a: agree, encode, send ]
                                           thread "1 to 0"   [ connect | b: agree, receive, decode ]
     rank 1   isend(b, 0), irecv(a, 0)     the same two
-
-Messages between GPUs go the plain way. Tried: directions with NCCL communicators, streams and a switch of
-their own. Two that were set up at the same time hung on two H200: probably since both used one client of the
-store (make_communicator), which was found later. Not tried again yet.
 
 Both ends decide alike, from dtype, size, tag and policy, whether a message is compressed. Where they come to
 different answers, one end waits here and the other in the plain call until the group's timeout, and both
@@ -35,10 +32,12 @@ from .arguments import check_tensor, rank_in_group
 from .communicator import Work, make_communicator
 from .config import Policy, default_policy
 from .counters import recorder
+from .cuda_work import CudaWork
 from .dispatch import Request, flatten, on_thread, uses_streams
 from .eligible import decline_reason, resolve_group
 from .errors import ZipcclError
 from .exchange import Call
+from .messages import PLAIN, Message, issue, messages
 
 Group = dist.ProcessGroup
 
@@ -91,18 +90,18 @@ def _direction(group: Group, sender: int, receiver: int) -> Direction:
         return found
 
 
-def _start(
+def _begin(
     name: str, tensor: Tensor, peer: int | None, group: Group | None, tag: int, policy: Policy | None
-) -> Work | None:
-    """Issues a message to or from rank ``peer`` of the group, None: any. None where it goes the plain way."""
+) -> Work | Message | None:
+    """A message to or from rank ``peer`` of the group, None: any. Between GPUs it is not issued yet.
+
+    None where it goes the plain way.
+    """
     resolved = resolve_group(group)
     if resolved is None:
         return None
     policy = policy or default_policy()
-    if uses_streams(tensor):  # first: these calls must not notice
-        reason: str | None = "message between GPUs"
-    else:
-        reason = decline_reason(tensor, tensor.nbytes, resolved, policy)
+    reason = decline_reason(tensor, tensor.nbytes, resolved, policy)
     if reason is None and peer is None:
         reason = "any source"
     if reason is None and tag != 0:
@@ -113,7 +112,20 @@ def _start(
         recorder(resolved).native(name, reason or "", tensor.nbytes)
         return None
     ends = (resolved.rank(), peer) if name == "send" else (peer, resolved.rank())
+    if uses_streams(tensor):
+        return messages(resolved, tensor.device).message(name, tensor, ends, resolved, policy)
     return _direction(resolved, *ends).message(name, tensor, policy)
+
+
+def _start(
+    name: str, tensor: Tensor, peer: int | None, group: Group | None, tag: int, policy: Policy | None
+) -> Work | CudaWork | None:
+    """Issues a message to or from rank ``peer`` of the group, None: any. None where it goes the plain way."""
+    begun = _begin(name, tensor, peer, group, tag, policy)
+    if not isinstance(begun, Message):
+        return begun
+    issued = issue([begun], coalesced=False)
+    return issued[0] if issued else None
 
 
 def isend(
@@ -203,13 +215,16 @@ def batch_isend_irecv(
     for k, op in enumerate(p2p_op_list):
         if not isinstance(op, dist.P2POp):
             raise TypeError(f"p2p_op_list[{k}]: expected a P2POp, got {type(op).__name__}")
-    works: list[Work | dist.Work] = []
-    plain = []
-    for op in p2p_op_list:
-        name = "send" if op.op is dist.isend else "recv"
-        work = _start(name, op.tensor, op.group_peer, op.group, op.tag, policy)
-        if work is None:
-            plain.append(op)
-        else:
-            works.append(work)
+    begun = [
+        _begin("send" if op.op is dist.isend else "recv", op.tensor, op.group_peer, op.group, op.tag, policy)
+        for op in p2p_op_list
+    ]
+    between_gpus = [message for message in begun if isinstance(message, Message)]
+    works: list[Work | dist.Work] = [work for work in begun if isinstance(work, Work)]
+    works += issue(between_gpus, coalesced=True)
+    plain = [
+        op
+        for op, one in zip(p2p_op_list, begun, strict=True)
+        if one is None or (isinstance(one, Message) and one.path == PLAIN)
+    ]
     return works + (dist.batch_isend_irecv(plain) if plain else [])

@@ -32,9 +32,9 @@ class Manner:
     """What all exchanges of one flow have in common.
 
     ``pattern``: "gather" (a rank's part goes to all), "pairs" (each peer its own), "broadcast" (``root`` has
-    a part, the others none). ``longest``: elements of the longest part that any rank sends in a step; None
-    where that is not known to all, and payloads must travel over the backend. ``scale``: what terms are
-    multiplied by before they are added up; None where what comes is not added up.
+    a part, the others none), "message" (one of two ranks has). ``longest``: elements of the longest part that
+    any rank sends in a step; None where that is not known to all, and payloads must travel over the backend.
+    ``scale``: what terms are multiplied by before they are added up; None where what comes is not added up.
     """
 
     dtype: DType
@@ -47,7 +47,7 @@ class Manner:
     @property
     def same(self) -> bool:
         """Whether all peers get the same payload."""
-        return self.pattern != "pairs"
+        return self.pattern in ("gather", "broadcast")
 
 
 @dataclass
@@ -132,7 +132,7 @@ def _make(
             out_bytes = in_bytes = [max(out_bytes + in_bytes)] * size
     # Room never exceeds the largest payload, on 128 bytes. A slot for all is as large as the others' slots.
     largest = [align(lay.max_bytes) if lay else 0 for lay in out_layouts]
-    if manner.same or size == 2:
+    if pattern != "message" and (manner.same or size == 2):
         most = max(largest + [align(lay.max_bytes) for lay in in_layouts if lay])
         slots = channel.slots(f"send {turn}", [most]) * size
     else:
@@ -172,9 +172,10 @@ def _make(
     else:
         plan.exchange.call(lambda: channel.use(channel.exchanging))
         plan.exchange.call(_collective(channel, pattern, manner.root, sent, received, to))
-    plan.exchange.record(channel.arrived[turn].cuda_event, exchanging)
 
     decoding = channel.decoding.cuda_stream
+    # Not in the exchange: a batch of messages is under way only when all of it has been enqueued.
+    plan.decode.record(channel.arrived[turn].cuda_event, exchanging)
     plan.decode.wait(decoding, channel.arrived[turn].cuda_event)
     plan.rest = plan.decode.launch(channel.rest(stamped), decoding)
     if manner.scale is None:

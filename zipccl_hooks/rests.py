@@ -77,8 +77,13 @@ class Shared:
     """What the channel's thread needs, and nothing that keeps the channel alive."""
 
     def __init__(self, comm: Communicator) -> None:
-        self.rank, self.size, self.backend, self.recorder = comm.rank, comm.size, comm.backend, comm.recorder
-        self.group_rank = comm.group_rank
+        self.rank, self.size, self.recorder, self.group_rank = (
+            comm.rank,
+            comm.size,
+            comm.recorder,
+            comm.group_rank,
+        )
+        self._comm = comm
         cut = NUM_CONTROL, NUM_CONTROL + RING, NUM_CONTROL + RING + 2 * comm.size
         num_words = cut[2] + RING * comm.size * WORDS
         self.pinned = torch.zeros(num_words, dtype=torch.int64).pin_memory()
@@ -144,14 +149,15 @@ class Shared:
         exchange = self.ring[number % RING]
         if turn == 0 and exchange is not None:
             self.recorder.overflow(exchange.name)
-        works = []
+        self._comm.connect()  # the two ends of messages are not, until there is something to fetch
+        works, backend = [], self._comm.backend
         peers = [p for p in range(self.size) if p != self.rank]
         sizes = np.clip(self.wants - turn * self.stage, 0, self.stage)
         for p in peers:
             if sizes[p, 1]:
-                works.append(self.backend.recv([self.staging[p, 1, : sizes[p, 1]]], p, GLOO_TAG))
+                works.append(backend.recv([self.staging[p, 1, : sizes[p, 1]]], p, GLOO_TAG))
         for p in peers:
             if sizes[p, 0]:
-                works.append(self.backend.send([self.staging[p, 0, : sizes[p, 0]]], p, GLOO_TAG))
+                works.append(backend.send([self.staging[p, 0, : sizes[p, 0]]], p, GLOO_TAG))
         for work in works:
             work.wait()

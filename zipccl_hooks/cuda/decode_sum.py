@@ -230,22 +230,16 @@ def make(dtype: DType, mode: Mode) -> Any:
         mine = u32(start + u32(u32(cuda.threadIdx.x) * u32(4 * STRIDE)))
         places = u32(start + u32(4 * PLACES) + u32(warp * u32(32 * MAX_SOURCES)))
         table = u32(start + u32(4 * TABLE))
-        if lane == u32(0):
-            if warp == u32(0):
-                write_entry(table, 0, a0, n0, m0)
-            elif warp == u32(1):
-                write_entry(table, 1, a1, n1, m1)
-            elif warp == u32(2):
+        # One lane: with a warp an entry, sums of two took 1.5% longer (H200, bf16 and fp32 of 1 GiB).
+        if cuda.threadIdx.x == 0:
+            write_entry(table, 0, a0, n0, m0)
+            write_entry(table, 1, a1, n1, m1)
+            if u32(num_sources) > u32(2):
                 write_entry(table, 2, a2, n2, m2)
-            elif warp == u32(3):
                 write_entry(table, 3, a3, n3, m3)
-            elif warp == u32(4):
                 write_entry(table, 4, a4, n4, m4)
-            elif warp == u32(5):
                 write_entry(table, 5, a5, n5, m5)
-            elif warp == u32(6):
                 write_entry(table, 6, a6, n6, m6)
-            elif warp == u32(7):
                 write_entry(table, 7, a7, n7, m7)
         cuda.syncthreads()
         planes = u32(start + u32(4 * WARP_WORDS * GROUP) + u32(warp * u32(8 * CODES)))

@@ -1,0 +1,364 @@
+"""Messages between GPUs: compressed sends and receives, enqueued on streams. Reached through p2p.py.
+
+A batch is one exchange, as it is plain: one coalesced call of the group's own backend carries all payloads.
+So nothing depends on the order of sends and receives::
+
+    caller's stream   x ready .                                    . y ready
+    encoding                  '- encode x |                        |
+    exchanging                            | send x, receive y |    |
+    decoding                                                  | rest, decode y'
+
+Each direction between two ranks has a channel (channel.py) of these two, so that what finds no room is
+fetched as ever. But its ends ask each other for nothing before a message: the first LAG of a kind (dtype and
+size) get room for any payload, and then both ends know the rates of those up to LAG ago from their headers.
+
+Where the policy is adaptive, messages tell themselves whether compression pays. The first LAG of a kind go
+plain and are timed at both ends, of which the later one sees the transfer alone. LAG messages later both have
+put what they saw into the group's store, and come to the same answer: the first time that one waits for the
+other, which has then issued the same message. What does not pay is looked at again after RETRY messages.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import link
+from .channel import LAG, Channel, Flow
+from .choose import MARGIN, CodecSpeed, default_ratios
+from .codec import resolve_mode
+from .communicator import group_backend, make_communicator
+from .config import Policy
+from .cuda_work import CudaWork
+from .eligible import FASTER_SO
+from .errors import ZipcclError
+from .format import Mode
+from .ops import format_dtype
+from .peers import TURNS
+from .plan import Manner, find_plan
+from .switch import FP32_RATIOS, RETRY
+
+Group = dist.ProcessGroup
+
+ANY_RATE = 1 << 20  # of a flow: room for any payload
+PLAIN, TIMED, COMPRESSED = "plain", "timed", "compressed"  # paths of a message; those timed are plain, too
+REVIEW = 2 * LAG + 1  # messages: so many until a flow has forgotten what it needed before
+# What a compressed message may take beside codec and transfer: mostly the host's time, see switch.py, where a
+# group's own is measured. All exchanges of two H200 took 100 to 150 us.
+LEAST_SECONDS = 150e-6
+
+
+class _Transport:
+    """The backend of a direction's channel: the group's own, whose messages carry the payloads."""
+
+    def __init__(self, backend: Any, members: Sequence[int], rank: int) -> None:
+        self.options = backend.options
+        self._backend, self._peer, self._other = backend, members[1 - rank], 1 - rank
+
+    def alltoall(self, received: list[Tensor], sent: list[Tensor], options: Any) -> None:
+        if sent[self._other].numel():
+            self.send(sent[self._other])
+        else:
+            self.receive(received[self._other])
+
+    def send(self, tensor: Tensor) -> None:
+        _enqueued(self._backend.send([tensor], self._peer, 0))
+
+    def receive(self, tensor: Tensor) -> None:
+        _enqueued(self._backend.recv([tensor], self._peer, 0))
+
+
+def _enqueued(work: Any) -> None:
+    """The current stream waits; there is no work within a coalesced call."""
+    if work is not None:
+        work.wait()
+
+
+@dataclass
+class _Kind:
+    """What both ends of a direction know, alike, of its messages of one dtype, size and mode."""
+
+    flow: Flow = field(default_factory=lambda: Flow(rate=ANY_RATE))
+    issued: int = 0  # since its transfer began to be timed
+    left: int = 0  # messages that go plain before that begins again
+    looks: int = 0
+    timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    plain_seconds: float = 0.0
+    codec_seconds: float = 0.0
+
+    def next_turn(self) -> int | None:
+        """Counts a message: from -2 LAG on, 0 is the first that may be compressed; None: it rests."""
+        if self.left:
+            self.left -= 1
+            return None
+        self.issued += 1
+        return self.issued - 1 - 2 * LAG
+
+    def rest(self) -> None:
+        self.left, self.issued = RETRY, 0
+
+
+class _Direction:
+    """An end of the messages from one rank of a group to another, on a device. Making it waits for no one."""
+
+    def __init__(self, owner: Messages, group: Group, ends: tuple[int, int]) -> None:
+        device, self.ends = owner.device, ends
+        self.comm = make_communicator(group, f"zipccl {device.type} {ends[0]} to {ends[1]}", ends)
+        self.sends = self.comm.rank == 0
+        self.transport = _Transport(owner.backend, ends, self.comm.rank)
+        self.channel = Channel(self.comm, self.transport, device, exchanging=owner.exchanging)
+        self._kinds: dict[Any, _Kind] = {}
+
+    def kind(self, tensor: Tensor, mode: Mode) -> _Kind:
+        return self._kinds.setdefault((tensor.dtype, tensor.numel(), mode), _Kind())
+
+    def close(self) -> None:
+        self.channel.close()
+        self.comm.close()
+
+
+class Message:
+    """A message that may be compressed; ``tensor`` is sent, or receives it.
+
+    Made, which counts it, and handed to ``issue`` in the order of the messages.
+    """
+
+    def __init__(
+        self, name: str, tensor: Tensor, owner: Messages, direction: _Direction, policy: Policy
+    ) -> None:
+        self.name, self.tensor, self.owner, self.direction = name, tensor, owner, direction
+        self.channel, self.mode = direction.channel, resolve_mode(policy.mode, tensor.dtype)
+        self.kind = direction.kind(tensor, self.mode)
+        self._turn = self.kind.next_turn() if policy.adaptive else 1
+        self.path = PLAIN
+        self._plan: Any = None
+        self._flat = tensor
+
+    # Whether it is compressed
+
+    def tell(self) -> None:
+        """Tells the other end what this one saw, where it is time to compare."""
+        if self._turn == 0:
+            kind, channel = self.kind, self.channel
+            for _, end in kind.timed:
+                end.synchronize()
+            plain = min(start.elapsed_time(end) for start, end in kind.timed) / 1e3
+            kind.timed.clear()
+            kind.looks += 1
+            with torch.cuda.stream(channel.encoding):
+                speed = codec_speeds(channel.index)[self.mode]
+            num_bytes = self.tensor.nbytes * max(1.0, 2 / self.tensor.dtype.itemsize)
+            codec = speed.encode.seconds(num_bytes) + speed.decode.seconds(num_bytes)
+            key = self._key(self.direction.comm.rank)
+            self.direction.comm.store.set(key, f"{plain.hex()} {codec.hex()}")
+
+    def choose(self) -> None:
+        """Sets ``path``. Waits for the other end where that has to tell something."""
+        turn = self._turn
+        if turn is None or -LAG <= turn < 0:
+            self.path = PLAIN
+        elif turn < 0:
+            self.path = TIMED
+        elif turn % REVIEW or self._pays(turn):
+            self.path = COMPRESSED
+        else:
+            self.kind.rest()
+            self.path = PLAIN
+        if self.path != COMPRESSED:
+            reason = FASTER_SO if turn is None or turn >= 0 else "not timed yet"
+            self.direction.comm.recorder.native(self.name, reason, self.tensor.nbytes)
+
+    def _key(self, rank: int) -> str:
+        return f"{self.tensor.dtype} {self.tensor.numel()} {self.mode.name} {self.kind.looks} {rank}"
+
+    def _pays(self, turn: int) -> bool:
+        kind, dtype = self.kind, self.tensor.dtype
+        if turn == 0:
+            plain, codec = zip(*(self._told(rank) for rank in (0, 1)), strict=True)
+            kind.plain_seconds, kind.codec_seconds = min(plain), max(codec)
+            hoped = FP32_RATIOS if dtype == torch.float32 else default_ratios(format_dtype(dtype).name)
+            ratio = hoped[self.mode].parts if self.mode in hoped else 1.0
+        else:
+            ratio = kind.flow.ratio(format_dtype(dtype), self.mode)
+        expected = LEAST_SECONDS + kind.codec_seconds + kind.plain_seconds / ratio
+        return expected * (1 + MARGIN) < kind.plain_seconds
+
+    def _told(self, rank: int) -> tuple[float, float]:
+        """What an end saw: seconds of the transfer, of its codec."""
+        comm, key = self.direction.comm, self._key(rank)
+        try:
+            comm.store.wait([key], comm.timeout)
+        except RuntimeError as error:
+            message = f"{self.name}: the other end has not issued this message: {error}"
+            raise ZipcclError(message, rank=comm.group_rank, peer=comm.members[rank]) from error
+        plain, codec = map(float.fromhex, comm.store.get(key).decode().split())
+        return plain, codec
+
+    # What is enqueued
+
+    def encode(self) -> None:
+        channel = self.channel
+        caller = channel.begin()
+        try:
+            self._lay_flat()
+            if self.path == COMPRESSED:
+                self._prepare()
+            channel.use(channel.encoding)
+            if self._plan is None:
+                channel.join(channel.exchanging, channel.encoding)
+            else:
+                self._plan.encode.run()
+        finally:
+            channel.leave(caller)
+
+    def _lay_flat(self) -> None:
+        """What is sent or received: the tensor itself, where it is as the kernels want it."""
+        x = self.tensor.detach()
+        if not x.is_contiguous() or x.data_ptr() % 16:
+            flat = torch.empty_like(x, memory_format=torch.contiguous_format)
+            x = flat.copy_(x) if self.direction.sends else flat
+        self._flat = x.view(-1)
+
+    def _prepare(self) -> None:
+        channel, flow, numel = self.channel, self.kind.flow, self._flat.numel()
+        channel.learn(flow)
+        manner = Manner(format_dtype(self.tensor.dtype), self.mode, "message", -1, None, None)
+        nothing: list[int | None] = [None, None]
+        sizes = ([None, numel], nothing) if self.direction.sends else (nothing, [numel, None])
+        self._plan = plan = find_plan(channel, flow, manner, *sizes, channel.next_turn())
+        address = [self._flat.data_ptr()] * 2
+        for arguments, at, value in plan.places(address, address, 0, 0):
+            arguments[at] = value
+        started = channel.start(self.name, plan.table)
+        plan.set_exchange(channel, started)
+        flow.pending.append([started])
+
+    def exchange(self) -> None:
+        """On the exchanging stream, which is the current one."""
+        if self._plan is not None:
+            self._plan.exchange.run()
+        elif self.direction.sends:
+            self.direction.transport.send(self._flat)
+        else:
+            self.direction.transport.receive(self._flat)
+
+    def decode(self) -> CudaWork:
+        channel = self.channel
+        caller = channel.begin()
+        try:
+            channel.use(channel.decoding)
+            if self._plan is None:
+                channel.join(channel.decoding, channel.exchanging)
+            else:
+                self._plan.decode.run()
+            if not self.direction.sends and self._flat.data_ptr() != self.tensor.data_ptr():
+                self.tensor.detach().copy_(self._flat.view(self.tensor.shape))
+            work = CudaWork(channel, [self.tensor])
+            for tensor in (self.tensor, self._flat):  # may be dropped now; nothing comes after decoding
+                tensor.record_stream(channel.decoding)
+        finally:
+            channel.leave(caller)
+        if (plan := self._plan) is not None:
+            modes = Counter({self.mode.name.lower(): len(plan.payloads)})
+            self.direction.comm.recorder.compressed(self.name, plan.raw_bytes, plan.sent_bytes, modes)
+        return work
+
+
+@cache
+def codec_speeds(index: int) -> dict[Mode, CodecSpeed]:
+    """Those of a device, measured once."""
+    return link.measure_codec(torch.device("cuda", index))
+
+
+class Messages:
+    """Those of one group on one device."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.backend, self.device = group_backend(group, device), device
+        with torch.cuda.device(device):
+            self.exchanging = torch.cuda.Stream(priority=-1)
+        self._directions: dict[tuple[int, int], _Direction] = {}
+
+    def message(
+        self, name: str, tensor: Tensor, ends: tuple[int, int], group: Group, policy: Policy
+    ) -> Message:
+        """A message between ranks ``ends`` of the group, sender first."""
+        found = self._directions.get(ends)
+        if found is None:
+            found = self._directions[ends] = _Direction(self, group, ends)
+            weakref.finalize(group, found.close)
+        return Message(name, tensor, self, found, policy)
+
+    def enqueue(self, batch: Sequence[Message], coalesced: bool) -> list[CudaWork]:
+        for message in batch:
+            message.channel.check()
+        # As many of a direction at a time as its channel has buffers, which its two ends count alike.
+        rounds: defaultdict[int, list[Message]] = defaultdict(list)
+        counts: Counter[_Direction] = Counter()
+        for message in batch:
+            rounds[counts[message.direction] // TURNS].append(message)
+            counts[message.direction] += 1
+        with torch.no_grad():
+            works = {m: w for one in rounds.values() for m, w in self._enqueue(one, coalesced).items()}
+        return [works[message] for message in batch]
+
+    def _enqueue(self, batch: Sequence[Message], coalesced: bool) -> dict[Message, CudaWork]:
+        for message in batch:
+            message.encode()
+        kinds = [message.kind for message in batch if message.path == TIMED]
+        with torch.cuda.stream(self.exchanging):
+            start = self._time() if kinds else None
+            self._exchange(batch, coalesced)
+            if start is not None:
+                end = self._time()
+                for kind in kinds:
+                    kind.timed.append((start, end))
+        # Directions in the same order on all ranks: a rest is fetched by both ends at once.
+        return {message: message.decode() for message in sorted(batch, key=lambda m: m.direction.ends)}
+
+    def _exchange(self, batch: Sequence[Message], coalesced: bool) -> None:
+        if coalesced:
+            self.backend._start_coalescing()
+        try:
+            for message in batch:
+                message.exchange()
+        finally:
+            if coalesced:
+                _enqueued(self.backend._end_coalescing())
+
+    def _time(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.exchanging)
+        return event
+
+
+_messages: weakref.WeakKeyDictionary[Group, dict[int, Messages]] = weakref.WeakKeyDictionary()
+
+
+def messages(group: Group, device: torch.device) -> Messages:
+    """The messages of a group on a device."""
+    held = _messages.setdefault(group, {})
+    if device.index not in held:
+        held[device.index] = Messages(group, device)
+    return held[device.index]
+
+
+def issue(batch: Sequence[Message], coalesced: bool) -> list[CudaWork]:
+    """Issues the messages of a batch, but those whose ``path`` is PLAIN then: they are the caller's.
+
+    ``coalesced``: in one call of the group's backend, as torch does a batch, else by themselves.
+    """
+    for message in batch:
+        message.tell()  # all, before one waits for the other end of its own
+    for message in batch:
+        message.choose()
+    chosen = [message for message in batch if message.path != PLAIN]
+    return chosen[0].owner.enqueue(chosen, coalesced) if chosen else []
