@@ -6,6 +6,7 @@ Over NCCL; staged through the host on a GPU that several ranks share; and emulat
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from zipccl_hooks import (
     Policy,
     channel,
     collectives,
+    compressed,
     cuda_exchange,
     dispatch,
     eligible,
@@ -614,3 +616,54 @@ def test_the_switch(run: Run) -> None:
         assert slow == ("dense", LAG + 4, 0)
         assert fast == ("native", 0, LAG + 4)
         assert hard[0] == "native" and 0 < hard[1] < LAG + 4
+
+
+def watched(group: dist.ProcessGroup, underneath: bool, busy: bool) -> dict[str, int]:
+    """How calls went of which little is to be gained, on a device that has something to do or waits."""
+    if dist.get_backend(group) == "gloo":
+        link.measure_backend = lambda backend, device: Link(group.size(), 1, {"all_gather": Cost(1.0, 1.0)})
+        link.native_agree = lambda backend, device: list
+    chooser = switch.switch(channel.channel(group, gpu(torch.empty(0)).device))
+    costs = {kind: Cost(1e-5, 1e6) for kind in KINDS}
+    chooser.link = chooser.flat = chooser.backend = Link(group.size(), 1, costs)
+    chooser._kinds, switch.LITTLE = {}, 1e9
+    dispatch._settled.clear()
+    dispatch._ways.clear()
+    if DEVICE == "cpu":
+        torch.cuda.Event.query = lambda self: not busy
+    reset_stats(group)
+    numel, policy = 10_001, Policy(min_bytes=0)
+    call: Any = dist.all_gather_into_tensor if underneath else collectives.all_gather_into_tensor
+    given: dict[str, Any] = {} if underneath else {"policy": policy}
+    for turn in range(9):  # four calls each: LOOK, and those behind them
+        x = gpu(data(group.rank() + turn, numel, torch.float16))
+        outs = [torch.empty(group.size() * numel, dtype=x.dtype, device=DEVICE) for _ in range(4)]
+        torch.cuda.synchronize()
+        if busy:
+            torch.cuda._sleep(20_000_000)
+        works = []
+        with compressed(policy) if underneath else contextlib.nullcontext():
+            for k, out in enumerate(outs):
+                works.append(call(out, x, group, async_op=k % 2 == 0 and turn < 8, **given))
+                if not busy:
+                    if works[-1] is not None:
+                        works[-1].wait()
+                    torch.cuda.synchronize()
+        for work in works:
+            if work is not None:
+                work.wait()
+        expected = torch.cat([data(r + turn, numel, x.dtype) for r in range(group.size())])
+        for out in outs:
+            assert_bits(out.cpu(), expected)
+    counted = stats(group).calls["all_gather_into_tensor"]
+    switch.LITTLE = 4
+    return {**counted.native_calls, "compressed": counted.compressed_calls}
+
+
+@pytest.mark.parametrize("run", on("emulated 3", "nccl 2", "nccl 4"), indirect=True)
+@pytest.mark.parametrize("underneath", [False, True], ids=["called", "underneath"])
+def test_a_device_that_waits_for_the_host(run: Run, underneath: bool) -> None:
+    for found in run(watched, underneath, False):
+        assert found == {"watched": 32, "faster so": 4, "compressed": 0}
+    for found in run(watched, underneath, True):
+        assert found == {"watched": 32, "compressed": 4}

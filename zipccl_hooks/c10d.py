@@ -28,7 +28,7 @@ from torch import Tensor
 from . import premul
 from .counters import recorder
 from .cuda_work import CudaWork
-from .dispatch import Request, decided, prepare, stays_plain
+from .dispatch import Request, decided, issued, prepare, stays_plain
 from .eligible import BELOW_MIN_BYTES, MOVABLE_DTYPES, PLAIN_TYPES, unfit_reason
 from .errors import ZipcclError
 from .handshake import agree_on, agreed_on
@@ -56,6 +56,10 @@ def _kernel(operator: Operator) -> Callable[..., Any]:
         if type(x) in PLAIN_TYPES and x.dtype in MOVABLE_DTYPES and not decided.native:
             done = _interpose(operator, keyset, arguments, x)
             if done is not None:
+                return done
+            if decided.watching is not None:
+                done = redispatch(keyset & _BELOW, *arguments)
+                issued(_work_of(operator, arguments, done))
                 return done
         return redispatch(keyset & _BELOW, *arguments)
 
@@ -87,17 +91,29 @@ def _interpose(operator: Operator, keyset: Any, arguments: Sequence[Any], x: Ten
     starts = [prepare(request, group, policy) for request in made]
     if not any(starts):
         return None
-    async_op = arguments[operator.async_at] if len(arguments) > operator.async_at else True
+    async_op = _is_async(operator, arguments)
     handles: list[Any] = [start(async_op) for start in starts if start is not None]
     if None in starts:
         rest = [request for request, start in zip(made, starts, strict=True) if start is None]
         native = _redispatch_some(operator, keyset, arguments, rest)
+        issued(native)
         if async_op:
             handles.append(native)
         else:
             native.wait()
     work = _join(group, made[0].name, handles, arguments[0]) if async_op else _done()
     return (arguments[0], work) if operator.returns_outputs else work
+
+
+def _is_async(operator: Operator, arguments: Sequence[Any]) -> bool:
+    return arguments[operator.async_at] if len(arguments) > operator.async_at else True
+
+
+def _work_of(operator: Operator, arguments: Sequence[Any], done: Any) -> dist.Work | None:
+    """The work of a plain call, if it is asynchronous."""
+    if not _is_async(operator, arguments):
+        return None
+    return dist.Work.unbox(done[-1] if operator.returns_outputs else done)
 
 
 def _redispatch_some(

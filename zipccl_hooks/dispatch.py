@@ -21,11 +21,11 @@ from .communicator import Communicator, Work, communicator
 from .config import Policy, default_policy
 from .counters import Recorder, recorder
 from .cuda_work import CudaWork, enqueue
-from .eligible import FASTER_SO, PLAIN_TYPES, decline_reason, passing_reason, resolve_group, scale_of
+from .eligible import FASTER_SO, PLAIN_TYPES, WATCHED, decline_reason, passing_reason, resolve_group, scale_of
 from .exchange import Call
 from .format import TILE, Mode, align
 from .replay import Recording, likeness
-from .switch import Kind, switch
+from .switch import Kind, Switch, switch
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +80,10 @@ class Request:
 
 
 class _Decided(threading.local):
-    """Whether this thread is in a plain collective that ``run`` decided on: c10d.py lets it pass."""
+    """What this thread knows of the plain collective that it makes next, or is in."""
 
-    native = False
+    native = False  # ``run`` decided on it: c10d.py lets it pass
+    watching: Switch | None = None  # wants to know when it was issued
 
 
 decided = _Decided()
@@ -108,9 +109,18 @@ def run(
             return start(async_op)
     before, decided.native = decided.native, True
     try:
-        return native()
+        work = native()
     finally:
         decided.native = before
+    issued(work)
+    return work
+
+
+def issued(work: Any) -> None:
+    """Behind each plain collective that ``prepare`` declined; ``work`` if it is asynchronous, else None."""
+    if (watching := decided.watching) is not None:
+        decided.watching = None
+        watching.issued(work)
 
 
 def _known_plain(name: str, tensor: Tensor, group: dist.ProcessGroup, policy: Policy) -> bool:
@@ -181,9 +191,13 @@ def _prepare_on_streams(
         kind = chooser.kind(request.name, request.num_bytes, dtype, policy.mode)
         if chosen is None:
             input_bytes = sum(t.nbytes for t in request.inputs)
-            settled = _Settled(policy, kind, found.comm.recorder, input_bytes)
-            _settled.setdefault(group, {})[request.name, request.num_bytes, dtype] = settled
-            found.comm.recorder.native(request.name, FASTER_SO, input_bytes)
+            found.comm.recorder.native(request.name, WATCHED if kind.watched else FASTER_SO, input_bytes)
+            if kind.watched:
+                chooser.issuing(kind)
+                decided.watching = chooser
+            else:
+                settled = _Settled(policy, kind, found.comm.recorder, input_bytes)
+                _settled.setdefault(group, {})[request.name, request.num_bytes, dtype] = settled
             return None
         mode = chosen
     way = _Way(policy, found, mode, kind, _likeness(request, group))

@@ -17,7 +17,8 @@ from .ops import SUM_DTYPES
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # those whose groups compress, by device
 BACKEND_NAME = "zipccl"  # of groups over the same backends that compress without being asked: backend.py
 BELOW_MIN_BYTES = "below min_bytes"
-FASTER_SO = "faster so"  # of what the switch leaves plain
+# Of what the switch leaves plain: for good, or to see whether the host is the bound.
+FASTER_SO, WATCHED = "faster so", "watched"
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 MOVABLE_DTYPES = frozenset(getattr(torch, d.name) for d in DTYPES.values() if d.exponent_bits)
 

@@ -6,6 +6,11 @@ with each mode, at first with the ratio that such data have at best, soon with i
 its calls needed. The choice is looked at again every REVIEW calls of the kind. Where the data compress too
 little it becomes the plain collective, and every RETRY calls a few calls are tried compressed again.
 
+What a compressed call saves on the device is worth nothing where the device waits for the host, whom it takes
+longer. So where that is little, LOOK plain calls are watched first: if each is complete before the next is
+issued, on any rank, the host is the bound, and the kind stays plain until the next look, RETRY calls later.
+Two H200 over NVLink, steps of FSDP2 (benchmarks/bench_training.py): 0.92x without this.
+
 All of this is equal on all ranks, as they make the same calls: the measurements and the rates are agreed,
 and everything else counts calls. Calls of whose sizes no rank knows all (all_to_all with split sizes or
 lists) are decided alike, as for NOMINAL_BYTES.
@@ -16,6 +21,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,7 +53,8 @@ from .ops import format_dtype
 
 logger = logging.getLogger(__name__)
 
-REVIEW, RETRY = 64, 1024  # calls
+REVIEW, RETRY, LOOK = 64, 1024, 32  # calls
+LITTLE = 4  # times what the smallest exchange takes: what must be saved for a kind not to be watched
 SUDDEN = 0.9  # of the ratio that was known
 NOMINAL_BYTES = 32 * 1024 * 1024
 KIND = {
@@ -86,10 +93,15 @@ class Kind:
     calls: int = 0  # until it is looked at again
     ratios: dict[Mode, Ratio] = field(default_factory=dict)
     retrying: bool = False
+    watched: bool = False  # its plain calls are, now
+    seen: int = 0  # how often another call came after a watched one
+    idle: int = 0  # and that was complete by then
+    reviews: int = 0  # for which the last look stands
+    host_bound: bool = False  # what it found
 
     def take(self, mode: Mode | None) -> bool:
         """Counts a call, if it is settled that it goes in this mode (None: plain)."""
-        if self.mode is not mode or self.calls == 0:
+        if self.mode is not mode or self.calls == 0 or self.watched:
             return False
         self.calls -= 1
         return True
@@ -114,6 +126,8 @@ class Switch:
         self.speeds = link.agree_codec(link.measure_codec(device), agree)
         (self.least_seconds,) = agree([_least_seconds(channel)])
         self._kinds: dict[Any, Kind] = {}
+        self._comm = channel.comm
+        self._last: Callable[[], bool] | None = None  # whether the last watched call is complete
         logger.info(
             "ranks %s: %s, %s, %.0f us an exchange",
             list(channel.comm.members), self.link, self.speeds, 1e6 * self.least_seconds,
@@ -161,7 +175,18 @@ class Switch:
 
     def _review(self, kind: Kind, key: tuple[str, int | None, torch.dtype, str]) -> None:
         before = kind.mode
-        plan = self.predict(*key, kind.ratios).plan
+        if kind.watched:
+            self._end_look(kind)
+        prediction = self.predict(*key, kind.ratios)
+        plan = prediction.plan
+        if plan is not None and prediction.native - plan.seconds < LITTLE * self.least_seconds:
+            if kind.reviews == 0:
+                kind.mode, kind.calls, kind.watched = None, LOOK, True
+                return
+            if kind.host_bound:
+                kind.mode, kind.calls, kind.reviews = None, RETRY, 0
+                return
+            kind.reviews -= 1
         # Of a kind that stays plain there is nothing new to know; looking takes as long as 50 such calls.
         kind.mode, kind.calls = (plan.mode, REVIEW) if plan else (None, RETRY)
         if plan is None and kind.ratios:
@@ -177,6 +202,29 @@ class Switch:
         if kind.mode != before or not kind.ratios:
             logger.info("%s of %s bytes, %s: %s", *key[:3], kind.mode.name.lower() if kind.mode else "plain")
 
+    def issuing(self, kind: Kind) -> None:
+        """Before a plain call that is watched."""
+        if self._last is not None:
+            kind.seen += 1
+            kind.idle += self._last()
+            self._last = None
+
+    def issued(self, work: Any) -> None:
+        """Behind it: ``work`` is that of an asynchronous call, else None."""
+        if isinstance(work, dist.Work):
+            self._last = work.is_completed
+        else:
+            event = torch.cuda.Event()
+            event.record()  # the call was enqueued on this stream
+            self._last = event.query
+
+    def _end_look(self, kind: Kind) -> None:
+        """Agrees on what ranks saw. Collective."""
+        rows = self._comm.gather_in_turn([kind.idle, kind.seen])
+        kind.host_bound = any(2 * idle > seen for idle, seen in rows)
+        kind.watched, kind.seen, kind.idle, kind.reviews = False, 0, 0, RETRY // REVIEW
+        self._last = None
+
     def _ratios(self, *key: Any) -> dict[Mode, Ratio]:
         return self._kinds.get(key, Kind()).ratios
 
@@ -187,7 +235,11 @@ class Switch:
     def explain(self, name: str, numel: int, dtype: torch.dtype, mode: str) -> str:
         key = (name, numel * dtype.itemsize, dtype, mode)
         measured = "measured" if self._ratios(*key) else "assumed, none measured yet"
-        return f"{explain_text(self.expected(*key))}\nRatios: {measured}."
+        text = f"{explain_text(self.expected(*key))}\nRatios: {measured}."
+        kind = self._kinds.get(key, Kind())
+        if kind.host_bound:
+            return f"{text}\nPlain nevertheless: the device waits for the host."
+        return text
 
 
 def _with_peers(flat: Link, channel: Channel, agree: link.Agree) -> Link:
