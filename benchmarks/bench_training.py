@@ -4,10 +4,11 @@
     torchrun --nproc-per-node 2 benchmarks/bench_training.py --tiny       # gloo: does it run at all
 
 "fsdp2": parameters gathered in bf16, gradients reduced in fp32; "ddp": autocast to bf16, fp32 gradients.
-Compressed is ``zipccl_hooks.compressed()`` around a step and nothing else. Two models start from one seed and
-see the same tokens, with PyTorch's deterministic algorithms: losses are compared bit for bit before a time
-is printed. They take turns; times are medians of the slowest rank. Few tokens a step make communication the
-bound, --tokens says how many; and the garbage collector rests, as in most frameworks.
+Compressed is ``zipccl_hooks.compressed()`` around a step and nothing else. A model makes the same steps plain
+and compressed, by turns, with PyTorch's deterministic algorithms: losses are compared bit for bit before a
+time is printed. (Not two models: where their memory lies makes more of a difference than what is measured.)
+Times are medians of the slowest rank. Few tokens a step make communication the bound, --tokens says how many;
+and the garbage collector rests, as in most frameworks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import os
 import statistics
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zipccl_hooks
@@ -100,7 +103,7 @@ def wrapped(kind: str, tiny: bool, compiled: bool) -> nn.Module:
 
 
 class Training:
-    """A model in training; ``losses`` of each step, ``times`` in seconds of those that count."""
+    """A model in training, and what it was at an earlier step."""
 
     def __init__(self, kind: str, args: argparse.Namespace) -> None:
         self.autocast = kind == "ddp"
@@ -108,10 +111,9 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9)
         self.generator = torch.Generator(DEVICE).manual_seed(dist.get_rank())
         self.vocabulary, self.length = SIZES[args.tiny]["vocabulary"], args.tokens + 1
-        self.losses: list[float] = []
-        self.times: list[float] = []
 
-    def step(self, counts: bool) -> None:
+    def step(self) -> tuple[float, float]:
+        """(loss, seconds of the slowest rank)."""
         tokens = torch.randint(self.vocabulary, (1, self.length), device=DEVICE, generator=self.generator)
         dist.barrier()
         start = time.perf_counter()
@@ -121,32 +123,53 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses.append(loss.item())  # waits for the GPU
-        if counts:
-            self.times.append(slowest(time.perf_counter() - start))
+        return loss.item(), slowest(time.perf_counter() - start)  # item waits for the GPU
+
+    def _state(self) -> list[Tensor]:
+        """What a step changes."""
+        momenta = [state["momentum_buffer"] for state in self.optimizer.state.values()]
+        tensors = [*self.model.parameters(), *momenta]
+        return [t.to_local() if isinstance(t, DTensor) else t.detach() for t in tensors]
+
+    def save(self) -> tuple[list[Tensor], Tensor]:
+        return [t.clone() for t in self._state()], self.generator.get_state()
+
+    def restore(self, saved: tuple[list[Tensor], Tensor]) -> None:
+        tensors, tokens = saved
+        with torch.no_grad():
+            for now, before in zip(self._state(), tensors, strict=True):
+                now.copy_(before)
+        self.generator.set_state(tokens)
 
 
-def compare(kind: str, args: argparse.Namespace) -> tuple[Training, Training]:
-    """The same training, plain and compressed, some steps of each in turns: the speed of machines drifts."""
-    plain, zipped = Training(kind, args), Training(kind, args)
-    for turn in range(args.turns + 1):
-        for one in (plain, zipped):
-            with zipccl_hooks.compressed() if one is zipped else nullcontext():
-                for k in range(STEPS):
-                    one.step(turn > 0 and k > 0)  # after the first turn, and caches have what they need
-    return plain, zipped
+SCOPES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "plain": nullcontext,
+    "zipped": zipccl_hooks.compressed,
+}
 
 
 def measured(kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """A row: medians in seconds of the slowest rank, and the losses at both ends."""
     zipccl_hooks.reset_stats()
-    plain, zipped = compare(kind, args)
-    before, after = (statistics.median(one.times) for one in (plain, zipped))
+    training = Training(kind, args)
+    training.step()
+    losses: dict[str, list[float]] = {name: [] for name in SCOPES}
+    times: dict[str, list[float]] = {name: [] for name in SCOPES}
+    for turn in range(args.turns + 1):
+        saved = training.save()
+        for name in sorted(SCOPES, reverse=turn % 2 == 1):
+            training.restore(saved)
+            with SCOPES[name]():
+                steps = [training.step() for _ in range(STEPS)]
+            losses[name] += [loss for loss, _ in steps]
+            if turn:  # links, ratios and rooms are known
+                times[name] += [seconds for _, seconds in steps[1:]]
+    before, after = (statistics.median(times[name]) for name in SCOPES)
     return {
         "transport": args.transports, "kind": kind, "compiled": args.compile, "tokens": args.tokens,
         "plain_seconds": before, "zipped_seconds": after, "speedup": before / after,
-        "ratio": zipccl_hooks.stats().total.ratio, "same_losses": zipped.losses == plain.losses,
-        "losses": [zipped.losses[0], zipped.losses[-1]],
+        "ratio": zipccl_hooks.stats().total.ratio, "same_losses": losses["zipped"] == losses["plain"],
+        "losses": [losses["plain"][0], losses["plain"][-1]],
     }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def switch(bandwidth: float, world: int = 2, least_seconds: float = 0.0) -> Swit
     made = Switch.__new__(Switch)  # without measuring
     made.link = made.flat = Link(world, 1, {kind: Cost(1e-5, bandwidth) for kind in KINDS})
     made.speeds, made.least_seconds, made._kinds = H200, least_seconds, {}
-    made._last = None
+    made._last, made._decoding = None, SimpleNamespace(query=lambda: True)  # type: ignore[assignment]
     return made
 
 
