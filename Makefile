@@ -60,7 +60,7 @@ bench: $(VENV)/installed-dev
 	$(RUN) -m pytest benchmarks --benchmark-only
 
 bench-slow-link: $(VENV)/installed
-	$(RUN) examples/slow_link.py --rate 1gbit -- benchmarks/bench_collectives.py
+	$(RUN) examples/slow_link.py --rate 1gbit -- benchmarks/bench_collectives.py $(SAVE)
 
 # Tables and picture of README and docs, of the runs in benchmarks/saved.
 tables: $(VENV)/installed-dev

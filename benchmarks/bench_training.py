@@ -8,7 +8,8 @@ Compressed is ``zipccl_hooks.compressed()`` around a step and nothing else. A mo
 and compressed, by turns, with PyTorch's deterministic algorithms: losses are compared bit for bit before a
 time is printed. (Not two models: where their memory lies makes more of a difference than what is measured.)
 Times are medians of the slowest rank. Few tokens a step make communication the bound, --tokens says how many;
-and the garbage collector rests, as in most frameworks.
+and the garbage collector rests, as in most frameworks. --trace DIR keeps a profile of a compressed step, and
+prints how long codec and exchange took on the device, and how much of that other kernels ran beside them.
 """
 
 from __future__ import annotations
@@ -165,12 +166,50 @@ def measured(kind: str, args: argparse.Namespace) -> dict[str, Any]:
             if turn:  # links, ratios and rooms are known
                 times[name] += [seconds for _, seconds in steps[1:]]
     before, after = (statistics.median(times[name]) for name in SCOPES)
+    if args.trace:
+        traced(training, Path(args.trace) / f"{args.transports}-{kind}.json.gz")
     return {
         "transport": args.transports, "kind": kind, "compiled": args.compile, "tokens": args.tokens,
         "plain_seconds": before, "zipped_seconds": after, "speedup": before / after,
         "ratio": zipccl_hooks.stats().total.ratio, "same_losses": losses["zipped"] == losses["plain"],
         "losses": [losses["plain"][0], losses["plain"][-1]],
     }  # fmt: skip
+
+
+Spans = list[tuple[int, int]]  # from, to
+
+
+def traced(training: Training, file: Path) -> None:
+    """Profiles a compressed step into a file. Collective."""
+    with zipccl_hooks.compressed(), torch.profiler.profile() as profiler:
+        training.step()
+    if dist.get_rank() == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(file))
+        parts: dict[str, Spans] = {"codec": [], "exchange": [], "others": []}
+        for event in profiler.profiler.kineto_results.events():
+            name = event.name()
+            if event.device_type() != torch.autograd.DeviceType.CUDA or event.duration_ns() == 0:
+                continue
+            moved = "nccl" in name.lower() or "PtoP" in name
+            part = "codec" if "zipccl_hooks" in name else "exchange" if moved else "others"
+            parts[part].append((event.start_ns(), event.start_ns() + event.duration_ns()))
+        for part in ("codec", "exchange"):
+            took, beside = (f"{ns / 1e6:.1f} ms" for ns in beside_others(parts[part], parts["others"]))
+            print(f"# {file.name}: {part} {took}, {beside} of it beside other kernels")
+
+
+def beside_others(spans: Spans, others: Spans) -> tuple[int, int]:
+    """How long some spans are together, and how much of that lies within others."""
+    edges = [(at, kind, step) for kind, found in enumerate((spans, others))
+             for one in found for at, step in zip(one, (1, -1), strict=True)]  # fmt: skip
+    running, total, both, last = [0, 0], 0, 0, 0
+    for at, kind, step in sorted(edges):
+        total += (at - last) * (running[0] > 0)
+        both += (at - last) * (running[0] > 0 and running[1] > 0)
+        running[kind] += step
+        last = at
+    return total, both
 
 
 def text(row: dict[str, Any]) -> str:
@@ -192,6 +231,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=4, help=f"of {STEPS} steps each (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
     parser.add_argument("--json", metavar="FILE", help="add the rows to a list of objects")
+    parser.add_argument("--trace", metavar="DIR", help="keep profiles of a step")
     parser.add_argument("--tiny", action="store_true", help="a model of half a million parameters")
     parser.add_argument("--transports", default=default_transports(), help="(default: %(default)s)")
     args = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shlex
 import subprocess
@@ -15,6 +16,10 @@ import pytest
 ROWS = pytest.StashKey[list[dict[str, Any]]]()
 PACKAGES = ("torch", "numba", "numpy", "zstandard", "blosc2")
 COLUMNS = "{:<17} {:<25} {:>9} {:>9} {:<14} {:>6} {:>11} {:>11} {:>6}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--json", metavar="FILE", help="write the rows of bench_codec, a list of objects")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,6 +42,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.section("zipccl benchmarks")
     for line in [*header(config), *table(rows)]:
         terminalreporter.write_line(line)
+    if path := config.getoption("--json"):
+        Path(path).write_text("[\n" + ",\n".join(" " + json.dumps(row) for row in rows) + "\n]\n")
     failed = len(terminalreporter.stats.get("failed", []))
     terminalreporter.write_line(f"# {f'FAILED: {failed} rows left out' if failed else 'OK'}")
 

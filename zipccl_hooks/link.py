@@ -6,7 +6,6 @@ follows from it: all ranks stop at the same size and hold the same floats.
 
 from __future__ import annotations
 
-import socket
 import statistics
 import time
 import zlib
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from . import ops
 from .choose import KINDS, MIB, PAIRWISE, PEERS, CodecSpeed, Cost, Link
+from .config import node_name
 from .format import Mode
 
 # Bytes of everyone's tensors together in a gather or scatter, of the tensor otherwise: from where latency
@@ -104,8 +104,8 @@ def native_agree(backend: Any, device: torch.device) -> Agree:
 
 
 def count_nodes(backend: Any, device: torch.device) -> int:
-    """How many hosts the ranks run on, by name. Collective."""
-    mine = torch.tensor([zlib.crc32(socket.gethostname().encode())], dtype=torch.int64, device=device)
+    """How many nodes the ranks run on, by name. Collective."""
+    mine = torch.tensor([zlib.crc32(node_name().encode())], dtype=torch.int64, device=device)
     names = torch.zeros(backend.size(), dtype=torch.int64, device=device)
     backend._allgather_base(names, mine).wait()
     return len(set(names.tolist()))

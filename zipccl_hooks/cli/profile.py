@@ -12,6 +12,7 @@ the switch's. On CPUs it is advice: there all calls from min_bytes on are compre
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -62,10 +63,12 @@ def run(args: argparse.Namespace) -> int:
         x = _shared_sample(args.file, lead)
         ratios = _ratios(x)
         progress("measuring link and codec" if lead else "")
+        began = time.perf_counter()
         found, speeds, model = _measured(x.dtype, ratios)
         if lead:
             progress("")
-            print(_costs(found, speeds, ratios, x.dtype), flush=True)
+            print(_costs(found, speeds, ratios, x.dtype))
+            print(f"# links and codec measured in {time.perf_counter() - began:.2f} s", flush=True)
         rows = _rows(args, x, model, lead)
         if lead and args.plot:
             _require_plot()
