@@ -1,4 +1,4 @@
-"""Bench ``codec``: our codec on one CPU thread beside zstd and blosc2 on the same bytes.
+"""Bench ``codec``: ours on one CPU thread beside zstd, blosc2 and ZipNN, if installed, on the same bytes.
 
     .venv/bin/pytest benchmarks --benchmark-only
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -109,6 +110,18 @@ def blosc(codec: str, clevel: int, shuffle: str, x: Tensor, out: Tensor) -> Code
     )
 
 
+def zip_nn(x: Tensor, out: Tensor) -> Codec:
+    """Whose compression works in place, so it gets a copy, and whose decompression makes its own output."""
+    zipnn = pytest.importorskip("zipnn")
+    codec = zipnn.ZipNN(bytearray_dtype=str(x.dtype).removeprefix("torch."), threads=1)
+    data, target = x.view(torch.uint8).numpy(), out.view(torch.uint8).numpy()
+
+    def decode(payload: bytes) -> None:
+        target[:] = np.frombuffer(codec.decompress(payload), dtype=np.uint8)
+
+    return Codec(lambda: codec.compress(bytearray(data)), decode)
+
+
 CODECS: dict[str, Callable[[Tensor, Tensor], Codec]] = {
     "zipccl-fast": functools.partial(zipccl, Mode.FAST),
     "zipccl-dense": functools.partial(zipccl, Mode.DENSE),
@@ -116,6 +129,7 @@ CODECS: dict[str, Callable[[Tensor, Tensor], Codec]] = {
     "blosc2-blosclz-5-shuffle": functools.partial(blosc, "BLOSCLZ", 5, "SHUFFLE"),
     "blosc2-zstd-1-shuffle": functools.partial(blosc, "ZSTD", 1, "SHUFFLE"),
     "blosc2-lz4-5-bitshuffle": functools.partial(blosc, "LZ4", 5, "BITSHUFFLE"),
+    "zipnn": zip_nn,
 }
 
 

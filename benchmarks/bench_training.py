@@ -9,13 +9,14 @@ and compressed, by turns, with PyTorch's deterministic algorithms: losses are co
 time is printed. (Not two models: where their memory lies makes more of a difference than what is measured.)
 Times are medians of the slowest rank. Few tokens a step make communication the bound, --tokens says how many;
 and the garbage collector rests, as in most frameworks. --trace DIR keeps a profile of a compressed step, and
-prints how long codec and exchange took on the device, and how much of that other kernels ran beside them.
+prints how long its parts took on the device, and how much of that they ran beside an exchange.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import gzip
 import json
 import os
 import statistics
@@ -176,7 +177,7 @@ def measured(kind: str, args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-Spans = list[tuple[int, int]]  # from, to
+Spans = list[tuple[float, float]]  # from, to; microseconds
 
 
 def traced(training: Training, file: Path) -> None:
@@ -186,24 +187,29 @@ def traced(training: Training, file: Path) -> None:
     if dist.get_rank() == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(file))
-        parts: dict[str, Spans] = {"codec": [], "exchange": [], "others": []}
-        for event in profiler.profiler.kineto_results.events():
-            name = event.name()
-            if event.device_type() != torch.autograd.DeviceType.CUDA or event.duration_ns() == 0:
-                continue
+        print(overlap(file), flush=True)
+
+
+def overlap(file: Path) -> str:
+    """How long the parts of a traced step took on the device, and how much of it an exchange ran beside."""
+    parts: dict[str, Spans] = {"exchange": [], "codec": [], "other kernels": []}
+    for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            name = event["name"]
             moved = "nccl" in name.lower() or "PtoP" in name
-            part = "codec" if "zipccl_hooks" in name else "exchange" if moved else "others"
-            parts[part].append((event.start_ns(), event.start_ns() + event.duration_ns()))
-        for part in ("codec", "exchange"):
-            took, beside = (f"{ns / 1e6:.1f} ms" for ns in beside_others(parts[part], parts["others"]))
-            print(f"# {file.name}: {part} {took}, {beside} of it beside other kernels")
+            part = "codec" if "zipccl_hooks" in name else "exchange" if moved else "other kernels"
+            parts[part].append((event["ts"], event["ts"] + event["dur"]))
+    found = {part: beside(spans, parts["exchange"]) for part, spans in parts.items()}
+    texts = [f"{part} {total / 1e3:.1f} ms, {both / 1e3:.1f} of it beside an exchange"
+             for part, (total, both) in found.items() if part != "exchange"]  # fmt: skip
+    return f"# {file.name}: exchanges {found['exchange'][0] / 1e3:.1f} ms; {'; '.join(texts)}"
 
 
-def beside_others(spans: Spans, others: Spans) -> tuple[int, int]:
+def beside(spans: Spans, others: Spans) -> tuple[float, float]:
     """How long some spans are together, and how much of that lies within others."""
     edges = [(at, kind, step) for kind, found in enumerate((spans, others))
              for one in found for at, step in zip(one, (1, -1), strict=True)]  # fmt: skip
-    running, total, both, last = [0, 0], 0, 0, 0
+    running, total, both, last = [0, 0], 0.0, 0.0, 0.0
     for at, kind, step in sorted(edges):
         total += (at - last) * (running[0] > 0)
         both += (at - last) * (running[0] > 0 and running[1] > 0)

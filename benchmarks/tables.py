@@ -51,7 +51,8 @@ def saved(run: str) -> list[Row]:
 
 
 def table(heads: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in [heads, ["---"] * len(heads), *rows]]
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
+    return [lines[0], "|" + "---|" * len(heads), *lines[1:]]
 
 
 def speedup(row: Row) -> str:
@@ -83,8 +84,8 @@ def training(arguments: str) -> list[str]:
     for row in saved("h200-training.json"):
         plain, zipped = (f"{1e3 * row[key]:.0f} ms" for key in ("plain_seconds", "zipped_seconds"))
         kind = CONTENTS[row["kind"]] + (", blocks compiled" if row["compiled"] else "")
-        rows.append([kind, NAMES[row["transport"]], plain, zipped, speedup(row)])
-    return table(["step", "link", "plain", "compressed", ""], rows)
+        rows.append([kind, NAMES[row["transport"]], row.get("machine", ""), plain, zipped, speedup(row)])
+    return table(["step", "link", "machine", "plain", "compressed", ""], rows)
 
 
 def codec(columns: dict[str, str], rows: list[Row]) -> list[list[str]]:

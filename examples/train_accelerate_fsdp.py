@@ -20,7 +20,7 @@ CPU = not torch.cuda.is_available()
 
 
 def train(mp_policy: MixedPrecisionPolicy) -> Accelerator:
-    AcceleratorState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         mixed_precision_policy=mp_policy,

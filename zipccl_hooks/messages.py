@@ -20,6 +20,7 @@ other, which has then issued the same message. What does not pay is looked at ag
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -64,22 +65,13 @@ class _Transport:
         self._backend, self._peer, self._other = backend, members[1 - rank], 1 - rank
 
     def alltoall(self, received: list[Tensor], sent: list[Tensor], options: Any) -> None:
+        """What there is for the other end, or from it; enqueued on the current stream."""
         if sent[self._other].numel():
-            self.send(sent[self._other])
+            work = self._backend.send([sent[self._other]], self._peer, 0)
         else:
-            self.receive(received[self._other])
-
-    def send(self, tensor: Tensor) -> None:
-        _enqueued(self._backend.send([tensor], self._peer, 0))
-
-    def receive(self, tensor: Tensor) -> None:
-        _enqueued(self._backend.recv([tensor], self._peer, 0))
-
-
-def _enqueued(work: Any) -> None:
-    """The current stream waits; there is no work within a coalesced call."""
-    if work is not None:
-        work.wait()
+            work = self._backend.recv([received[self._other]], self._peer, 0)
+        if work is not None:  # as in a coalesced call
+            work.wait()
 
 
 @dataclass
@@ -113,8 +105,8 @@ class _Direction:
         device, self.ends = owner.device, ends
         self.comm = make_communicator(group, f"zipccl {device.type} {ends[0]} to {ends[1]}", ends)
         self.sends = self.comm.rank == 0
-        self.transport = _Transport(owner.backend, ends, self.comm.rank)
-        self.channel = Channel(self.comm, self.transport, device, exchanging=owner.exchanging)
+        transport = _Transport(owner.backend, ends, self.comm.rank)
+        self.channel = Channel(self.comm, transport, device, exchanging=owner.exchanging)
         self._kinds: dict[Any, _Kind] = {}
 
     def kind(self, tensor: Tensor, mode: Mode) -> _Kind:
@@ -123,6 +115,23 @@ class _Direction:
     def close(self) -> None:
         self.channel.close()
         self.comm.close()
+
+
+@dataclass
+class Plain:
+    """A message of a batch that goes as it is; ``timed``: of a kind that wants to know how long."""
+
+    sends: bool
+    tensor: Tensor
+    peer: int
+    tag: int = 0
+    timed: _Kind | None = None
+
+    def exchange(self, backend: Any) -> Any:
+        """On the current stream, or the next coalesced call; returns the backend's work, if it has one."""
+        if self.sends:
+            return backend.send([self.tensor.detach().contiguous()], self.peer, self.tag)
+        return backend.recv([self.tensor.detach()], self.peer, self.tag)
 
 
 class Message:
@@ -142,6 +151,11 @@ class Message:
         self._plan: Any = None
         self._flat = tensor
 
+    def as_plain(self) -> Plain:
+        """It, going as it is."""
+        peer = self.direction.ends[int(self.direction.sends)]
+        return Plain(self.direction.sends, self.tensor, peer, 0, self.kind if self.path == TIMED else None)
+
     # Whether it is compressed
 
     def tell(self) -> None:
@@ -150,7 +164,8 @@ class Message:
             kind, channel = self.kind, self.channel
             for _, end in kind.timed:
                 end.synchronize()
-            plain = min(start.elapsed_time(end) for start, end in kind.timed) / 1e3
+            # None of so many in one batch, of which this is one; then the other end's count.
+            plain = min((start.elapsed_time(end) / 1e3 for start, end in kind.timed), default=math.inf)
             kind.timed.clear()
             kind.looks += 1
             with torch.cuda.stream(channel.encoding):
@@ -209,13 +224,9 @@ class Message:
         caller = channel.begin()
         try:
             self._lay_flat()
-            if self.path == COMPRESSED:
-                self._prepare()
+            self._prepare()
             channel.use(channel.encoding)
-            if self._plan is None:
-                channel.join(channel.exchanging, channel.encoding)
-            else:
-                self._plan.encode.run()
+            self._plan.encode.run()
         finally:
             channel.leave(caller)
 
@@ -241,24 +252,15 @@ class Message:
         plan.set_exchange(channel, started)
         flow.pending.append([started])
 
-    def exchange(self) -> None:
-        """On the exchanging stream, which is the current one."""
-        if self._plan is not None:
-            self._plan.exchange.run()
-        elif self.direction.sends:
-            self.direction.transport.send(self._flat)
-        else:
-            self.direction.transport.receive(self._flat)
+    def exchange(self, backend: Any) -> None:
+        self._plan.exchange.run()
 
     def decode(self) -> CudaWork:
-        channel = self.channel
+        channel, plan = self.channel, self._plan
         caller = channel.begin()
         try:
             channel.use(channel.decoding)
-            if self._plan is None:
-                channel.join(channel.decoding, channel.exchanging)
-            else:
-                self._plan.decode.run()
+            plan.decode.run()
             if not self.direction.sends and self._flat.data_ptr() != self.tensor.data_ptr():
                 self.tensor.detach().copy_(self._flat.view(self.tensor.shape))
             work = CudaWork(channel, [self.tensor])
@@ -266,9 +268,8 @@ class Message:
                 tensor.record_stream(channel.decoding)
         finally:
             channel.leave(caller)
-        if (plan := self._plan) is not None:
-            modes = Counter({self.mode.name.lower(): len(plan.payloads)})
-            self.direction.comm.recorder.compressed(self.name, plan.raw_bytes, plan.sent_bytes, modes)
+        modes = Counter({self.mode.name.lower(): len(plan.payloads)})
+        self.direction.comm.recorder.compressed(self.name, plan.raw_bytes, plan.sent_bytes, modes)
         return work
 
 
@@ -297,42 +298,61 @@ class Messages:
             weakref.finalize(group, found.close)
         return Message(name, tensor, self, found, policy)
 
-    def enqueue(self, batch: Sequence[Message], coalesced: bool) -> list[CudaWork]:
-        for message in batch:
+    def enqueue(self, batch: Sequence[Message | Plain], coalesced: bool) -> list[dist.Work]:
+        """Enqueues messages; the works of those that are compressed, then the backend's."""
+        compressed = [one for one in batch if isinstance(one, Message)]
+        for message in compressed:
             message.channel.check()
-        # As many of a direction at a time as its channel has buffers, which its two ends count alike.
-        rounds: defaultdict[int, list[Message]] = defaultdict(list)
-        counts: Counter[_Direction] = Counter()
-        for message in batch:
-            rounds[counts[message.direction] // TURNS].append(message)
-            counts[message.direction] += 1
-        with torch.no_grad():
-            works = {m: w for one in rounds.values() for m, w in self._enqueue(one, coalesced).items()}
-        return [works[message] for message in batch]
+        # As many of a direction at a time as its channel has buffers: its two ends count them alike.
+        rounds: defaultdict[int, list[Message | Plain]] = defaultdict(list)
+        counts: Counter[tuple[bool, int]] = Counter()
+        for one in batch:
+            plain = one.as_plain() if isinstance(one, Message) else one
+            direction = plain.sends, plain.peer
+            rounds[counts[direction] // TURNS].append(one)
+            counts[direction] += isinstance(one, Message)
+        works: list[dist.Work] = []
+        with torch.no_grad(), torch.cuda.device(self.device):
+            for _, some in sorted(rounds.items()):
+                works += self._enqueue(some, coalesced)
+        return works
 
-    def _enqueue(self, batch: Sequence[Message], coalesced: bool) -> dict[Message, CudaWork]:
-        for message in batch:
+    def _enqueue(self, batch: Sequence[Message | Plain], coalesced: bool) -> list[dist.Work]:
+        messages = [one for one in batch if isinstance(one, Message)]
+        plain = [one for one in batch if isinstance(one, Plain)]
+        for message in messages:
             message.encode()
-        kinds = [message.kind for message in batch if message.path == TIMED]
+        if plain:
+            self.exchanging.wait_stream(torch.cuda.current_stream())
+        kinds = [one.timed for one in plain if one.timed is not None]
         with torch.cuda.stream(self.exchanging):
             start = self._time() if kinds else None
-            self._exchange(batch, coalesced)
+            works = self._exchange(batch, coalesced)
             if start is not None:
                 end = self._time()
                 for kind in kinds:
                     kind.timed.append((start, end))
+        for one in plain:
+            one.tensor.record_stream(self.exchanging)  # the backend's work has let go of it
         # Directions in the same order on all ranks: a rest is fetched by both ends at once.
-        return {message: message.decode() for message in sorted(batch, key=lambda m: m.direction.ends)}
+        decoded = [message.decode() for message in sorted(messages, key=lambda m: m.direction.ends)]
+        return [*decoded, *(works if plain else [])]
 
-    def _exchange(self, batch: Sequence[Message], coalesced: bool) -> None:
+    def _exchange(self, batch: Sequence[Message | Plain], coalesced: bool) -> list[dist.Work]:
+        """The backend's works, for which the exchanging stream waits."""
         if coalesced:
             self.backend._start_coalescing()
+        works: list[dist.Work | None] = []
         try:
-            for message in batch:
-                message.exchange()
+            for one in batch:
+                works.append(one.exchange(self.backend))
         finally:
             if coalesced:
-                _enqueued(self.backend._end_coalescing())
+                works = [self.backend._end_coalescing()]
+        found = [work for work in works if work is not None]
+        for work in found:
+            work.wait()
+        return found
 
     def _time(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -351,14 +371,17 @@ def messages(group: Group, device: torch.device) -> Messages:
     return held[device.index]
 
 
-def issue(batch: Sequence[Message], coalesced: bool) -> list[CudaWork]:
-    """Issues the messages of a batch, but those whose ``path`` is PLAIN then: they are the caller's.
+def issue(batch: Sequence[Message | Plain], coalesced: bool) -> list[dist.Work] | None:
+    """Issues a batch, in its order; None where all of it goes plain, which is then the caller's.
 
     ``coalesced``: in one call of the group's backend, as torch does a batch, else by themselves.
     """
-    for message in batch:
+    messages = [one for one in batch if isinstance(one, Message)]
+    for message in messages:
         message.tell()  # all, before one waits for the other end of its own
-    for message in batch:
+    for message in messages:
         message.choose()
-    chosen = [message for message in batch if message.path != PLAIN]
-    return chosen[0].owner.enqueue(chosen, coalesced) if chosen else []
+    if all(message.path == PLAIN for message in messages):
+        return None
+    ordered = [one if isinstance(one, Plain) or one.path == COMPRESSED else one.as_plain() for one in batch]
+    return messages[0].owner.enqueue(ordered, coalesced)

@@ -1,10 +1,9 @@
 """Messages: send, recv, isend, irecv and batch_isend_irecv. Reached as functions of collectives.py.
 
-On CPU tensors a message is a broadcast among its two ranks, from the sender; between GPUs see messages.py.
-Each direction between two ranks has a
-communicator of its own, whose thread carries out its messages in the order of the calls, from making the
-connections on. So no call waits for another rank, and no direction for another, whatever the order in which
-ranks send and receive::
+Between GPUs see messages.py. On CPU tensors a message is a broadcast among its two ranks, from the sender.
+Each direction between two ranks has a communicator of its own, whose thread carries out its messages in the
+order of the calls, from making the connections on. So no call waits for another rank, and no direction for
+another, whatever the order in which ranks send and receive::
 
     rank 0   isend(a, 1), irecv(b, 1)     thread "0 to 1"   [ connect | a: agree, encode, send ]
                                           thread "1 to 0"   [ connect | b: agree, receive, decode ]
@@ -12,8 +11,8 @@ ranks send and receive::
 
 Both ends decide alike, from dtype, size, tag and policy, whether a message is compressed. Where they come to
 different answers, one end waits here and the other in the plain call until the group's timeout, and both
-raise. Where both compress, but not tensors of one dtype and size in one mode, both raise at once. Messages
-with a tag and receives from any source are never compressed.
+raise. Where both compress on CPUs, but not tensors of one dtype and size in one mode, both raise at once.
+Messages with a tag and receives from any source are never compressed.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ from .arguments import check_tensor, rank_in_group
 from .communicator import Work, make_communicator
 from .config import Policy, default_policy
 from .counters import recorder
-from .cuda_work import CudaWork
 from .dispatch import Request, flatten, on_thread, uses_streams
 from .eligible import decline_reason, resolve_group
 from .errors import ZipcclError
 from .exchange import Call
-from .messages import PLAIN, Message, issue, messages
+from .messages import Message, Plain, issue, messages
 
 Group = dist.ProcessGroup
 
@@ -102,6 +100,8 @@ def _begin(
         return None
     policy = policy or default_policy()
     reason = decline_reason(tensor, tensor.nbytes, resolved, policy)
+    if reason is None and uses_streams(tensor) and name == "recv" and not tensor.is_contiguous():
+        reason = "not contiguous"  # NCCL has its own words for it
     if reason is None and peer is None:
         reason = "any source"
     if reason is None and tag != 0:
@@ -119,13 +119,13 @@ def _begin(
 
 def _start(
     name: str, tensor: Tensor, peer: int | None, group: Group | None, tag: int, policy: Policy | None
-) -> Work | CudaWork | None:
+) -> Work | dist.Work | None:
     """Issues a message to or from rank ``peer`` of the group, None: any. None where it goes the plain way."""
     begun = _begin(name, tensor, peer, group, tag, policy)
     if not isinstance(begun, Message):
         return begun
-    issued = issue([begun], coalesced=False)
-    return issued[0] if issued else None
+    works = issue([begun], coalesced=False)
+    return works[0] if works else None
 
 
 def isend(
@@ -205,9 +205,9 @@ def _source(src: int | None, group_src: int | None, group: Group | None) -> int 
 def batch_isend_irecv(
     p2p_op_list: Sequence[dist.P2POp], *, policy: Policy | None = None
 ) -> list[Work | dist.Work]:
-    """torch.distributed.batch_isend_irecv; the works of what is compressed, then those of one plain batch.
+    """torch.distributed.batch_isend_irecv; the works of what is compressed, then those of what goes plain.
 
-    As in torch, the first collective call of an NCCL group may be a batch only if all its ranks have a plain
+    As in torch, the first collective call of an NCCL group may be a batch only if all its ranks have a
     message in it.
     """
     if not isinstance(p2p_op_list, (list, tuple)) or not p2p_op_list:
@@ -219,12 +219,14 @@ def batch_isend_irecv(
         _begin("send" if op.op is dist.isend else "recv", op.tensor, op.group_peer, op.group, op.tag, policy)
         for op in p2p_op_list
     ]
-    between_gpus = [message for message in begun if isinstance(message, Message)]
     works: list[Work | dist.Work] = [work for work in begun if isinstance(work, Work)]
-    works += issue(between_gpus, coalesced=True)
-    plain = [
-        op
-        for op, one in zip(p2p_op_list, begun, strict=True)
-        if one is None or (isinstance(one, Message) and one.path == PLAIN)
-    ]
+    if any(isinstance(one, Message) for one in begun):
+        batch = [
+            one if isinstance(one, Message) else Plain(op.op is dist.isend, op.tensor, op.group_peer, op.tag)
+            for op, one in zip(p2p_op_list, begun, strict=True)
+        ]
+        issued = issue(batch, coalesced=True)
+        if issued is not None:
+            return issued
+    plain = [op for op, one in zip(p2p_op_list, begun, strict=True) if not isinstance(one, Work)]
     return works + (dist.batch_isend_irecv(plain) if plain else [])
