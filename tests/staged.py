@@ -20,7 +20,7 @@ class StagedBackend:
     def __init__(self, gloo: Any) -> None:
         self._gloo, self.options = gloo, gloo.options
         self._rank, self._size = gloo.rank(), gloo.size()
-        self._batch: list[tuple[bool, Tensor, int]] | None = None
+        self._batch: list[tuple[bool, Tensor, int, int]] | None = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> StagedBackend:
@@ -65,31 +65,31 @@ class StagedBackend:
         self._received(outputs, staged)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> None:
-        self._message(True, tensors[0], peer)
+        self._message(True, tensors[0], peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> None:
-        self._message(False, tensors[0], peer)
+        self._message(False, tensors[0], peer, tag)
 
     def _start_coalescing(self) -> None:
         self._batch = []
 
     def _end_coalescing(self) -> None:
         batch, self._batch = self._batch or [], None
-        staged = [t.cpu() for _, t, _ in batch]
+        staged = [t.cpu() for _, t, *_ in batch]
         works = [
-            (self._gloo.send if sends else self._gloo.recv)([s], peer, 8)
-            for s, (sends, _, peer) in zip(staged, batch, strict=True)
+            (self._gloo.send if sends else self._gloo.recv)([s], peer, tag)
+            for s, (sends, _, peer, tag) in zip(staged, batch, strict=True)
         ]
         for work in works:
             work.wait()
-        arrived = [(t, s) for s, (sends, t, _) in zip(staged, batch, strict=True) if not sends]
+        arrived = [(t, s) for s, (sends, t, *_) in zip(staged, batch, strict=True) if not sends]
         self._received([t for t, _ in arrived], [s for _, s in arrived])
 
-    def _message(self, sends: bool, tensor: Tensor, peer: int) -> None:
+    def _message(self, sends: bool, tensor: Tensor, peer: int, tag: int) -> None:
         if self._batch is not None:
-            self._batch.append((sends, tensor, peer))
+            self._batch.append((sends, tensor, peer, tag))
         else:
-            self._batch = [(sends, tensor, peer)]
+            self._batch = [(sends, tensor, peer, tag)]
             self._end_coalescing()
 
     @staticmethod

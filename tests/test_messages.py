@@ -181,6 +181,49 @@ def test_a_batch_of_plain_and_compressed_messages(on_ranks: OnRanks) -> None:
     assert found == [{"dtype torch.int64": 3, "below min_bytes": 3, "compressed": 12}] * 2
 
 
+def cut_otherwise(group: dist.ProcessGroup) -> None:
+    """What one end sends in one batch, plain and compressed ones, the other receives in several."""
+    prepared(group)
+    policy = Policy(min_bytes=1000, adaptive=False)
+    for turn in range(LAG + 2):
+        sent = [
+            data(turn + k, numel, BF16) for k, numel in enumerate((9, 70_001, 11, 70_001, 70_001, 50_001))
+        ]
+        if group.rank() == 0:
+            ops = [dist.P2POp(dist.isend, x.to(cuda.DEVICE), group=group, group_peer=1) for x in sent]
+            for work in collectives.batch_isend_irecv(ops, policy=policy):
+                work.wait()
+            continue
+        outs = [room(x.numel()) for x in sent]
+        ops = [dist.P2POp(dist.irecv, out, group=group, group_peer=0) for out in outs]
+        for some in (ops[:1], ops[1:3], ops[3:]):
+            for work in collectives.batch_isend_irecv(some, policy=policy):
+                work.wait()
+        for out, x in zip(outs, sent, strict=True):
+            assert_bits(out.cpu(), x)
+
+
+@over("emulated", "nccl")
+def test_batches_that_the_ends_cut_otherwise(on_ranks: OnRanks) -> None:
+    on_ranks(2, cut_otherwise)
+
+
+def many_at_once(group: dist.ProcessGroup) -> None:
+    """More of a kind in a batch than are timed before the first may be compressed."""
+    messages.codec_speeds = lambda index: dict.fromkeys(Mode, CodecSpeed(*[Cost(0.0, 1e12)] * 3))
+    prepared(group)
+    for turn in range(2):
+        sent = [data(50 * turn + k + group.rank(), 20_003, BF16) for k in range(3 * LAG)]
+        outs = ring(group, [x.to(cuda.DEVICE) for x in sent], Policy(min_bytes=0))
+        for k, out in enumerate(outs):
+            assert_bits(out, data(50 * turn + k + 1 - group.rank(), 20_003, BF16))
+
+
+@over("emulated", "nccl")
+def test_many_of_a_kind_at_once(on_ranks: OnRanks) -> None:
+    on_ranks(2, many_at_once)
+
+
 def one_by_one(group: dist.ProcessGroup) -> None:
     prepared(group)
     x, out = put(group.rank(), 90_001), room(90_001)
