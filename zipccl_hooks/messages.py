@@ -110,7 +110,11 @@ class _Direction:
         self._kinds: dict[Any, _Kind] = {}
 
     def kind(self, tensor: Tensor, mode: Mode) -> _Kind:
-        return self._kinds.setdefault((tensor.dtype, tensor.numel(), mode), _Kind())
+        key = (tensor.dtype, tensor.numel(), mode)
+        found = self._kinds.get(key)
+        if found is None:
+            found = self._kinds[key] = _Kind()
+        return found
 
     def close(self) -> None:
         self.channel.close()
