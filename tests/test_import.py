@@ -15,10 +15,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = (
     "errors", "config", "plot", "format", "theory", "reference", "_cpu_kernels", "cpu", "cuda", "ops",
     "codec", "ranges", "counters", "choose", "scale", "link", "communicator", "peers", "rests", "channel",
-    "exchange", "plan", "replay", "nodes", "cuda_exchange", "cuda_work", "eligible", "switch", "messages",
-    "arguments", "dispatch", "requests", "rooted", "p2p", "coalesced", "collectives", "moe", "scopes",
-    "handshake", "untraced", "premul", "operators", "c10d", "activation", "backend", "compile", "ddp", "fsdp",
-    "__init__", "cli", "__main__",
+    "exchange", "plan", "replay", "nodes", "cuda_exchange", "cuda_work", "eligible", "switch",
+    "message_kind", "messages", "arguments", "dispatch", "requests", "rooted", "p2p", "coalesced",
+    "collectives", "moe", "scopes", "handshake", "untraced", "premul", "operators", "c10d", "activation",
+    "backend", "compile", "ddp", "fsdp", "__init__", "cli", "__main__",
 )  # fmt: skip
 NUMBA = {"_cpu_kernels.py", "cuda/_jit.py"}
 MAX_LINES = 400

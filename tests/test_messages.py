@@ -12,7 +12,7 @@ from corpus import CODED, name_of
 from test_collectives import assert_bits, compressed_calls, data
 from transports import OnRanks, over, put, room
 
-from zipccl_hooks import Policy, collectives, messages, reset_stats, stats
+from zipccl_hooks import Policy, collectives, message_kind, reset_stats, stats
 from zipccl_hooks.channel import LAG
 from zipccl_hooks.choose import CodecSpeed, Cost
 from zipccl_hooks.format import Mode
@@ -102,8 +102,8 @@ def test_gets_the_room_that_earlier_ones_needed(on_ranks: OnRanks) -> None:
 def chooses(group: dist.ProcessGroup, gain: bool) -> dict[str, int]:
     """How messages go on a link that takes long or not: Event.elapsed_time says a millisecond, emulated."""
     speed = Cost(0.0, 1e12 if gain else 1e8)
-    messages.codec_speeds = lambda index: dict.fromkeys(Mode, CodecSpeed(speed, speed, speed))
-    messages.RETRY = 10
+    message_kind.codec_speeds = lambda index: dict.fromkeys(Mode, CodecSpeed(speed, speed, speed))
+    message_kind.RETRY = 10
     prepared(group)
     numel = 100_000 + gain  # a kind of its own
     for turn in range(3 * LAG + 10 + 3):
@@ -127,8 +127,8 @@ def test_goes_plain_first_then_the_faster_way(on_ranks: OnRanks, gain: bool) -> 
 def comes_back(group: dist.ProcessGroup) -> list[str]:
     """Whether messages are compressed, whose data stop to shrink and shrink again."""
     speed = Cost(0.0, 1e12)
-    messages.codec_speeds = lambda index: dict.fromkeys(Mode, CodecSpeed(speed, speed, speed))
-    messages.RETRY = 5
+    message_kind.codec_speeds = lambda index: dict.fromkeys(Mode, CodecSpeed(speed, speed, speed))
+    message_kind.RETRY = 5
     prepared(group)
     numel, found = 100_002, []
     for make, count in ((data_of, 40), (bits, 60), (data_of, 80)):
@@ -210,7 +210,7 @@ def test_batches_that_the_ends_cut_otherwise(on_ranks: OnRanks) -> None:
 
 def many_at_once(group: dist.ProcessGroup) -> None:
     """More of a kind in a batch than are timed before the first may be compressed."""
-    messages.codec_speeds = lambda index: dict.fromkeys(Mode, CodecSpeed(*[Cost(0.0, 1e12)] * 3))
+    message_kind.codec_speeds = lambda index: dict.fromkeys(Mode, CodecSpeed(*[Cost(0.0, 1e12)] * 3))
     prepared(group)
     for turn in range(2):
         sent = [data(50 * turn + k + group.rank(), 20_003, BF16) for k in range(3 * LAG)]

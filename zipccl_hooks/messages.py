@@ -12,49 +12,36 @@ Each direction between two ranks has a channel (channel.py) of these two, so tha
 fetched as ever. But its ends ask each other for nothing before a message: the first LAG of a kind (dtype and
 size) get room for any payload, and then both ends know the rates of those up to LAG ago from their headers.
 
-Where the policy is adaptive, messages tell themselves whether compression pays. The first LAG of a kind go
-plain and are timed at both ends, of which the later one sees the transfer alone. LAG messages later both have
-put what they saw into the group's store, and come to the same answer: the first time that one waits for the
-other, which has then issued the same message. What does not pay is looked at again after RETRY messages.
+Where the policy is adaptive, message_kind.py says whether that pays. A batch keeps its order, with the plain
+messages in it, since the other end may receive it in several.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import link
-from .channel import LAG, Channel, Flow
-from .choose import MARGIN, CodecSpeed, default_ratios
+from .channel import Channel
 from .codec import resolve_mode
 from .communicator import group_backend, make_communicator
 from .config import Policy
+from .counters import recorder
 from .cuda_work import CudaWork
 from .eligible import FASTER_SO
-from .errors import ZipcclError
 from .format import Mode
+from .message_kind import COMPRESSED, PLAIN, TIMED, Kind
 from .ops import format_dtype
 from .peers import TURNS
 from .plan import Manner, find_plan
-from .switch import FP32_RATIOS, RETRY
 
 Group = dist.ProcessGroup
-
-ANY_RATE = 1 << 20  # of a flow: room for any payload
-PLAIN, TIMED, COMPRESSED = "plain", "timed", "compressed"  # paths of a message; those timed are plain, too
-REVIEW = 2 * LAG + 1  # messages: so many until a flow has forgotten what it needed before
-# What a compressed message may take beside codec and transfer: mostly the host's time, see switch.py, where a
-# group's own is measured. All exchanges of two H200 took 100 to 150 us.
-LEAST_SECONDS = 150e-6
 
 
 class _Transport:
@@ -74,30 +61,6 @@ class _Transport:
             work.wait()
 
 
-@dataclass
-class _Kind:
-    """What both ends of a direction know, alike, of its messages of one dtype, size and mode."""
-
-    flow: Flow = field(default_factory=lambda: Flow(rate=ANY_RATE))
-    issued: int = 0  # since its transfer began to be timed
-    left: int = 0  # messages that go plain before that begins again
-    looks: int = 0
-    timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    plain_seconds: float = 0.0
-    codec_seconds: float = 0.0
-
-    def next_turn(self) -> int | None:
-        """Counts a message: from -2 LAG on, 0 is the first that may be compressed; None: it rests."""
-        if self.left:
-            self.left -= 1
-            return None
-        self.issued += 1
-        return self.issued - 1 - 2 * LAG
-
-    def rest(self) -> None:
-        self.left, self.issued = RETRY, 0
-
-
 class _Direction:
     """An end of the messages from one rank of a group to another, on a device. Making it waits for no one."""
 
@@ -105,15 +68,16 @@ class _Direction:
         device, self.ends = owner.device, ends
         self.comm = make_communicator(group, f"zipccl {device.type} {ends[0]} to {ends[1]}", ends)
         self.sends = self.comm.rank == 0
+        self.peer = ends[int(self.sends)]
         transport = _Transport(owner.backend, ends, self.comm.rank)
         self.channel = Channel(self.comm, transport, device, exchanging=owner.exchanging)
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, Kind] = {}
 
-    def kind(self, tensor: Tensor, mode: Mode) -> _Kind:
+    def kind(self, tensor: Tensor, mode: Mode) -> Kind:
         key = (tensor.dtype, tensor.numel(), mode)
         found = self._kinds.get(key)
         if found is None:
-            found = self._kinds[key] = _Kind()
+            found = self._kinds[key] = Kind(self.comm, self.channel.index, *key)
         return found
 
     def close(self) -> None:
@@ -129,7 +93,7 @@ class Plain:
     tensor: Tensor
     peer: int
     tag: int = 0
-    timed: _Kind | None = None
+    timed: Kind | None = None
 
     def exchange(self, backend: Any) -> Any:
         """On the current stream, or the next coalesced call; returns the backend's work, if it has one."""
@@ -150,76 +114,26 @@ class Message:
         self.name, self.tensor, self.owner, self.direction = name, tensor, owner, direction
         self.channel, self.mode = direction.channel, resolve_mode(policy.mode, tensor.dtype)
         self.kind = direction.kind(tensor, self.mode)
+        self._policy = policy
         self._turn = self.kind.next_turn() if policy.adaptive else 1
-        self.path = PLAIN
+        self.way = PLAIN
         self._plan: Any = None
         self._flat = tensor
 
     def as_plain(self) -> Plain:
         """It, going as it is."""
-        peer = self.direction.ends[int(self.direction.sends)]
-        return Plain(self.direction.sends, self.tensor, peer, 0, self.kind if self.path == TIMED else None)
-
-    # Whether it is compressed
+        timed = self.kind if self.way == TIMED else None
+        return Plain(self.direction.sends, self.tensor, self.direction.peer, 0, timed)
 
     def tell(self) -> None:
-        """Tells the other end what this one saw, where it is time to compare."""
-        if self._turn == 0:
-            kind, channel = self.kind, self.channel
-            for _, end in kind.timed:
-                end.synchronize()
-            # None of so many in one batch, of which this is one; then the other end's count.
-            plain = min((start.elapsed_time(end) / 1e3 for start, end in kind.timed), default=math.inf)
-            kind.timed.clear()
-            kind.looks += 1
-            with torch.cuda.stream(channel.encoding):
-                speed = codec_speeds(channel.index)[self.mode]
-            num_bytes = self.tensor.nbytes * max(1.0, 2 / self.tensor.dtype.itemsize)
-            codec = speed.encode.seconds(num_bytes) + speed.decode.seconds(num_bytes)
-            key = self._key(self.direction.comm.rank)
-            self.direction.comm.store.set(key, f"{plain.hex()} {codec.hex()}")
+        self.kind.tell(self._turn, self.channel.encoding)
 
     def choose(self) -> None:
-        """Sets ``path``. Waits for the other end where that has to tell something."""
-        turn = self._turn
-        if turn is None or -LAG <= turn < 0:
-            self.path = PLAIN
-        elif turn < 0:
-            self.path = TIMED
-        elif turn % REVIEW or self._pays(turn):
-            self.path = COMPRESSED
-        else:
-            self.kind.rest()
-            self.path = PLAIN
-        if self.path != COMPRESSED:
-            reason = FASTER_SO if turn is None or turn >= 0 else "not timed yet"
-            self.direction.comm.recorder.native(self.name, reason, self.tensor.nbytes)
-
-    def _key(self, rank: int) -> str:
-        return f"{self.tensor.dtype} {self.tensor.numel()} {self.mode.name} {self.kind.looks} {rank}"
-
-    def _pays(self, turn: int) -> bool:
-        kind, dtype = self.kind, self.tensor.dtype
-        if turn == 0:
-            plain, codec = zip(*(self._told(rank) for rank in (0, 1)), strict=True)
-            kind.plain_seconds, kind.codec_seconds = min(plain), max(codec)
-            hoped = FP32_RATIOS if dtype == torch.float32 else default_ratios(format_dtype(dtype).name)
-            ratio = hoped[self.mode].parts if self.mode in hoped else 1.0
-        else:
-            ratio = kind.flow.ratio(format_dtype(dtype), self.mode)
-        expected = LEAST_SECONDS + kind.codec_seconds + kind.plain_seconds / ratio
-        return expected * (1 + MARGIN) < kind.plain_seconds
-
-    def _told(self, rank: int) -> tuple[float, float]:
-        """What an end saw: seconds of the transfer, of its codec."""
-        comm, key = self.direction.comm, self._key(rank)
-        try:
-            comm.store.wait([key], comm.timeout)
-        except RuntimeError as error:
-            message = f"{self.name}: the other end has not issued this message: {error}"
-            raise ZipcclError(message, rank=comm.group_rank, peer=comm.members[rank]) from error
-        plain, codec = map(float.fromhex, comm.store.get(key).decode().split())
-        return plain, codec
+        """Sets ``way``; in the order of the messages."""
+        self.way = self.kind.way(self._turn, self.name)
+        if self.kind.left and self.way == PLAIN:
+            key = (self.name, self.direction.peer, self.tensor.dtype, self.tensor.numel())
+            self.owner.resting[key] = self._policy, self.kind
 
     # What is enqueued
 
@@ -277,12 +191,6 @@ class Message:
         return work
 
 
-@cache
-def codec_speeds(index: int) -> dict[Mode, CodecSpeed]:
-    """Those of a device, measured once."""
-    return link.measure_codec(torch.device("cuda", index))
-
-
 class Messages:
     """Those of one group on one device."""
 
@@ -291,6 +199,7 @@ class Messages:
         with torch.cuda.device(device):
             self.exchanging = torch.cuda.Stream(priority=-1)
         self._directions: dict[tuple[int, int], _Direction] = {}
+        self.resting: dict[Any, tuple[Policy, Kind]] = {}  # by name, peer, dtype and size
 
     def message(
         self, name: str, tensor: Tensor, ends: tuple[int, int], group: Group, policy: Policy
@@ -375,6 +284,22 @@ def messages(group: Group, device: torch.device) -> Messages:
     return held[device.index]
 
 
+def rests(name: str, tensor: Tensor, peer: int | None, group: Group, policy: Policy) -> bool:
+    """Whether a message is of a kind that goes plain for now; then it is counted.
+
+    Asked before anything else, for plain messages must not notice.
+    """
+    held = _messages.get(group)
+    if held is None or (owner := held.get(tensor.device.index)) is None:
+        return False
+    found = owner.resting.get((name, peer, tensor.dtype, tensor.numel()))
+    if found is None or found[0] is not policy or not found[1].left:
+        return False
+    found[1].left -= 1
+    recorder(group).native(name, FASTER_SO, tensor.nbytes)
+    return True
+
+
 def issue(batch: Sequence[Message | Plain], coalesced: bool) -> list[dist.Work] | None:
     """Issues a batch, in its order; None where all of it goes plain, which is then the caller's.
 
@@ -385,7 +310,7 @@ def issue(batch: Sequence[Message | Plain], coalesced: bool) -> list[dist.Work] 
         message.tell()  # all, before one waits for the other end of its own
     for message in messages:
         message.choose()
-    if all(message.path == PLAIN for message in messages):
+    if all(message.way == PLAIN for message in messages):
         return None
-    ordered = [one if isinstance(one, Plain) or one.path == COMPRESSED else one.as_plain() for one in batch]
+    ordered = [one if isinstance(one, Plain) or one.way == COMPRESSED else one.as_plain() for one in batch]
     return messages[0].owner.enqueue(ordered, coalesced)

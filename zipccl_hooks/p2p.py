@@ -35,7 +35,7 @@ from .dispatch import Request, flatten, on_thread, uses_streams
 from .eligible import decline_reason, resolve_group
 from .errors import ZipcclError
 from .exchange import Call
-from .messages import Message, Plain, issue, messages
+from .messages import Message, Plain, issue, messages, rests
 
 Group = dist.ProcessGroup
 
@@ -99,6 +99,8 @@ def _begin(
     if resolved is None:
         return None
     policy = policy or default_policy()
+    if uses_streams(tensor) and rests(name, tensor, peer, resolved, policy):
+        return None
     reason = decline_reason(tensor, tensor.nbytes, resolved, policy)
     if reason is None and uses_streams(tensor) and name == "recv" and not tensor.is_contiguous():
         reason = "not contiguous"  # NCCL has its own words for it
