@@ -89,7 +89,13 @@ class Ranks:
             if not connection.poll(SECONDS):
                 self.stop()
                 raise TimeoutError(f"{function.__name__}: rank {rank} of {size} hangs; {failures}")
-            good, result = connection.recv()
+            try:
+                good, result = connection.recv()
+            except EOFError:
+                self.stop()
+                raise RuntimeError(
+                    f"{function.__name__}: rank {rank} of {size} is gone; {failures}"
+                ) from None
             if good:
                 results.append(result)
             else:
