@@ -6,7 +6,7 @@
 "fsdp2": parameters gathered in bf16, gradients reduced in fp32; "ddp": autocast to bf16, fp32 gradients.
 Compressed is ``zipccl_hooks.compressed()`` around a step and nothing else. A model makes the same steps plain
 and compressed, by turns, with PyTorch's deterministic algorithms: losses are compared bit for bit before a
-time is printed. (Not two models: where their memory lies makes more of a difference than what is measured.)
+time is printed. (Not two models: they differed in speed when all calls of both were plain.)
 Times are medians of the slowest rank. Few tokens a step make communication the bound, --tokens says how many;
 and the garbage collector rests, as in most frameworks. --trace DIR keeps a profile of a compressed step, and
 prints how long its parts took on the device, and how much of that they ran beside an exchange.

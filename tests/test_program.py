@@ -119,8 +119,7 @@ def test_a_sum_of_many_finds_its_own_term_and_its_target(
     received = [torch.empty(100 + peer, dtype=torch.uint8) for peer in range(size)]
     made = plan.Plan(0, 0, np.zeros(0), 0, 0, 0, [])
     plan._add_sum(channel, made, 0.5, layouts, received, received)
-    for arguments, at, address in made.places([], [], own=4096, total=8192):
-        arguments[at] = address
+    made.place([], [], own=4096, total=8192)
     made.decode.run()
     first, last = (call[10] for call in driver.calls)
     assert first[:8] == [r.data_ptr() for r in received[:8]] and first[8:16] == list(range(100, 108))

@@ -122,13 +122,6 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _placed(places: list[Place]) -> list[Place]:
-    """The same, the addresses where they belong."""
-    for arguments, at, address in places:
-        arguments[at] = address
-    return places
-
-
 def _add_copy(steps: Program, channel: Channel, target: Tensor, source: Tensor) -> list[Place]:
     """Adds a copy of a rank's own part, behind its encoding and before the end of the decoding."""
     if target.numel() != source.numel():
@@ -174,13 +167,13 @@ def _exchange(
         sizes = sides.numels(sides.sends, start, step), sides.numels(sides.receives, start, step)
         plan = find_plan(channel, flow, manner, *sizes, turn)
         addresses = [s + at for s in sources], [t + at for t in targets], own_term + at, total + at
-        places = _placed(plan.places(*addresses))
+        places = plan.place(*addresses)
         with _range("encode", plan.raw_bytes):
             plan.encode.run()
         if flow.rate is None:
             _calibrate(call, flow, plan)
             plan = find_plan(channel, flow, manner, *sizes, turn)
-            places = _placed(plan.places(*addresses))
+            places = plan.place(*addresses)
         started = channel.start(call.name, plan.table)
         exchanges.append(started)
         plan.set_exchange(channel, started)

@@ -112,18 +112,18 @@ class Message:
         self, name: str, tensor: Tensor, owner: Messages, direction: _Direction, policy: Policy
     ) -> None:
         self.name, self.tensor, self.owner, self.direction = name, tensor, owner, direction
-        self.channel, self.mode = direction.channel, resolve_mode(policy.mode, tensor.dtype)
+        self.sends, self.peer, self.channel = direction.sends, direction.peer, direction.channel
+        self.mode = resolve_mode(policy.mode, tensor.dtype)
         self.kind = direction.kind(tensor, self.mode)
         self._policy = policy
-        self._turn = self.kind.next_turn() if policy.adaptive else 1
+        self._turn = self.kind.next_turn() if policy.adaptive else 1  # at which nothing is reviewed
         self.way = PLAIN
         self._plan: Any = None
         self._flat = tensor
 
     def as_plain(self) -> Plain:
         """It, going as it is."""
-        timed = self.kind if self.way == TIMED else None
-        return Plain(self.direction.sends, self.tensor, self.direction.peer, 0, timed)
+        return Plain(self.sends, self.tensor, self.peer, 0, self.kind if self.way == TIMED else None)
 
     def tell(self) -> None:
         self.kind.tell(self._turn, self.channel.encoding)
@@ -132,7 +132,7 @@ class Message:
         """Sets ``way``; in the order of the messages."""
         self.way = self.kind.way(self._turn, self.name)
         if self.kind.left and self.way == PLAIN:
-            key = (self.name, self.direction.peer, self.tensor.dtype, self.tensor.numel())
+            key = (self.name, self.peer, self.tensor.dtype, self.tensor.numel())
             self.owner.resting[key] = self._policy, self.kind
 
     # What is enqueued
@@ -153,7 +153,7 @@ class Message:
         x = self.tensor.detach()
         if not x.is_contiguous() or x.data_ptr() % 16:
             flat = torch.empty_like(x, memory_format=torch.contiguous_format)
-            x = flat.copy_(x) if self.direction.sends else flat
+            x = flat.copy_(x) if self.sends else flat
         self._flat = x.view(-1)
 
     def _prepare(self) -> None:
@@ -161,11 +161,10 @@ class Message:
         channel.learn(flow)
         manner = Manner(format_dtype(self.tensor.dtype), self.mode, "message", -1, None, None)
         nothing: list[int | None] = [None, None]
-        sizes = ([None, numel], nothing) if self.direction.sends else (nothing, [numel, None])
+        sizes = ([None, numel], nothing) if self.sends else (nothing, [numel, None])
         self._plan = plan = find_plan(channel, flow, manner, *sizes, channel.next_turn())
         address = [self._flat.data_ptr()] * 2
-        for arguments, at, value in plan.places(address, address, 0, 0):
-            arguments[at] = value
+        plan.place(address, address, 0, 0)
         started = channel.start(self.name, plan.table)
         plan.set_exchange(channel, started)
         flow.pending.append([started])
@@ -179,7 +178,7 @@ class Message:
         try:
             channel.use(channel.decoding)
             plan.decode.run()
-            if not self.direction.sends and self._flat.data_ptr() != self.tensor.data_ptr():
+            if not self.sends and self._flat.data_ptr() != self.tensor.data_ptr():
                 self.tensor.detach().copy_(self._flat.view(self.tensor.shape))
             work = CudaWork(channel, [self.tensor])
             for tensor in (self.tensor, self._flat):  # may be dropped now; nothing comes after decoding
@@ -220,8 +219,7 @@ class Messages:
         rounds: defaultdict[int, list[Message | Plain]] = defaultdict(list)
         counts: Counter[tuple[bool, int]] = Counter()
         for one in batch:
-            plain = one.as_plain() if isinstance(one, Message) else one
-            direction = plain.sends, plain.peer
+            direction = one.sends, one.peer
             rounds[counts[direction] // TURNS].append(one)
             counts[direction] += isinstance(one, Message)
         works: list[dist.Work] = []
@@ -295,7 +293,7 @@ def rests(name: str, tensor: Tensor, peer: int | None, group: Group, policy: Pol
     found = owner.resting.get((name, peer, tensor.dtype, tensor.numel()))
     if found is None or found[0] is not policy or not found[1].left:
         return False
-    found[1].left -= 1
+    found[1].next_turn()
     recorder(group).native(name, FASTER_SO, tensor.nbytes)
     return True
 

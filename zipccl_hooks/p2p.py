@@ -226,9 +226,10 @@ def batch_isend_irecv(
         batch = [
             one if isinstance(one, Message) else Plain(op.op is dist.isend, op.tensor, op.group_peer, op.tag)
             for op, one in zip(p2p_op_list, begun, strict=True)
+            if not isinstance(one, Work)
         ]
         issued = issue(batch, coalesced=True)
         if issued is not None:
-            return issued
+            return works + issued
     plain = [op for op, one in zip(p2p_op_list, begun, strict=True) if not isinstance(one, Work)]
     return works + (dist.batch_isend_irecv(plain) if plain else [])

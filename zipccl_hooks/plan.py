@@ -76,12 +76,17 @@ class Plan:
     stamp: Values = None
     rest: Values = None
 
-    def places(self, sources: Sequence[int], targets: Sequence[int], own: int, total: int) -> list[Place]:
-        """Addresses: of parts to encode, to decode into, by peer; of a sum's own term, and of that sum."""
+    def place(self, sources: Sequence[int], targets: Sequence[int], own: int, total: int) -> list[Place]:
+        """Writes addresses where they belong, and tells where that is.
+
+        Of parts to encode, to decode into, by peer; of a sum's own term, and of that sum.
+        """
         found: list[Place] = [(given, launch.ENCODE_SOURCE, sources[peer]) for peer, given in self.sources]
         found += [(given, launch.DECODE_TARGET, targets[peer]) for peer, given in self.targets]
         if self.own_term is not None:
             found += [(*self.own_term, own), (self.total, launch.SUM_TARGET, total)]
+        for arguments, at, address in found:
+            arguments[at] = address
         return found
 
     def set_exchange(self, channel: Channel, started: Exchange) -> None:
