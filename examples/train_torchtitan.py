@@ -2,15 +2,18 @@
 
     torchrun --nproc-per-node 2 examples/train_torchtitan.py --training.steps 5 [other options of TorchTitan]
 
-Prints losses and gradient norms as hexadecimal floats: they are equal. On GPUs `torchrun -m torchtitan.train`
-needs nothing of this. What is here gives it text, and lets it run on CPUs, where it looks for a GPU.
+Prints losses and gradient norms as hexadecimal floats, which are equal, and what a step took. It gives text,
+and lets TorchTitan run on CPUs, where it looks for a GPU; GPUs need only `torchrun ... -m torchtitan.train`.
 """
 
 from __future__ import annotations
 
 import pydoc_data.topics
+import statistics
 import sys
 import tempfile
+import time
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,12 +43,14 @@ from zipccl_hooks import stats
 # Python's own documentation, which every installation has.
 TEXT = [{"text": text} for text in pydoc_data.topics.topics.values()]
 _log = MetricsProcessor.log
+ends: list[float] = []  # of steps
 
 
 def log(self: MetricsProcessor, step: int, loss: float, largest: float, norm: float, **rest: Any) -> None:
     _log(self, step, loss, largest, norm, **rest)
     if torch.distributed.get_rank() == 0:
         print(f"step {step} loss {loss.hex()} norm {norm.hex()}", flush=True)
+        ends.append(time.perf_counter())
 
 
 def options(folder: str) -> list[str]:
@@ -70,5 +75,6 @@ if __name__ == "__main__":
         trainer.train()
         trainer.close()
     if torch.distributed.get_rank() == 0:
-        print(stats())
+        seconds = statistics.median(after - before for before, after in pairwise(ends))
+        print(f"{seconds:.4f} s a step", stats(), sep="\n")
     torch.distributed.destroy_process_group()

@@ -17,8 +17,9 @@ ORDER = (
     "codec", "ranges", "counters", "choose", "scale", "link", "communicator", "peers", "rests", "channel",
     "exchange", "plan", "replay", "nodes", "cuda_exchange", "cuda_work", "eligible", "switch",
     "message_kind", "messages", "arguments", "dispatch", "requests", "rooted", "p2p", "coalesced",
-    "collectives", "moe", "scopes", "handshake", "untraced", "premul", "operators", "c10d", "activation",
-    "backend", "compile", "ddp", "fsdp", "__init__", "cli", "__main__",
+    "collectives", "moe", "scopes", "handshake", "untraced", "premul", "operators",
+    "interpose", "methods", "c10d", "activation", "backend", "compile", "ddp", "fsdp", "__init__", "cli",
+    "__main__",
 )  # fmt: skip
 NUMBA = {"_cpu_kernels.py", "cuda/_jit.py"}
 MAX_LINES = 400

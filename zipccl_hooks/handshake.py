@@ -45,8 +45,10 @@ def _compare(mine: str, turn: int, group: dist.ProcessGroup) -> None:
         store.wait(keys, timeout)
     except RuntimeError:  # the kinds of stores have different words for it
         missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        # split_group names a group by how many its member has; under other names members do not meet.
         raise ZipcclError(
-            f"policy of ranks {missing} not known after {timeout.total_seconds()} s: are all ranks enabled?",
+            f"policy of ranks {missing} not known after {timeout.total_seconds()} s: are all ranks enabled, "
+            f"and know the group as {group.group_name!r}?",
             rank=rank,
         ) from None
     theirs = [text.decode() for text in store.multi_get(keys)]
