@@ -16,7 +16,7 @@ from .ops import SUM_DTYPES
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # those whose groups compress, by device
 BACKEND_NAME = "zipccl"  # of groups over the same backends that compress without being asked: backend.py
-BELOW_MIN_BYTES = "below min_bytes"
+BELOW_MIN_BYTES, DISABLED = "below min_bytes", "disabled by policy"
 # Of what the switch leaves plain: for good, or to see whether the host is the bound.
 FASTER_SO, WATCHED = "faster so", "watched"
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
@@ -103,7 +103,7 @@ def decline_reason(
     the reduce operation of a reduction.
     """
     if not policy.enabled:
-        return "disabled by policy"
+        return DISABLED
     if num_bytes is not None and num_bytes < policy.min_bytes:
         return BELOW_MIN_BYTES  # first: small calls must not notice
     return unfit_reason(tensor, group) or policy_reason(tensor.dtype, group, policy, op)

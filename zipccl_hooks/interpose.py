@@ -23,7 +23,7 @@ from .config import Policy
 from .counters import recorder
 from .cuda_work import CudaWork
 from .dispatch import Request, prepare, stays_plain
-from .eligible import BELOW_MIN_BYTES, unfit_reason
+from .eligible import BELOW_MIN_BYTES, DISABLED, unfit_reason
 from .errors import ZipcclError
 from .handshake import agree_on, agreed_on
 from .operators import Operator
@@ -48,6 +48,9 @@ def policy_for(operator: Operator, tensors: Sequence[Any], x: Tensor, group: Gro
         if unfit_reason(x, group) is not None:
             return None
         agree_on(policy, group)
+    if not policy.enabled:
+        recorder(group).native(operator.counted_as, DISABLED, x.nbytes)
+        return None
     num_bytes = operator.num_bytes(tensors, x)
     if num_bytes is not None:
         if num_bytes < policy.min_bytes:
