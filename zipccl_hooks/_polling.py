@@ -1,8 +1,8 @@
 """Waiting for a word in memory without the GIL.
 
-The thread of rests.py does so while exchanges are under way. If it took the GIL every millisecond, the program's
-threads would hand it over and wait for it back, two changes of threads each time: DDP's hooks most of all, which
-take and leave the GIL once a bucket.
+The thread of rests.py does so while exchanges are under way. If it took the GIL every millisecond, the
+program's threads would hand it over and wait for it back, two changes of threads each time: DDP's hooks most
+of all, which take and leave the GIL once a bucket.
 """
 
 from __future__ import annotations
