@@ -14,14 +14,14 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module imports only from those left of it; cuda stands for all files of that folder.
 ORDER = (
     "errors", "config", "plot", "format", "theory", "reference", "_cpu_kernels", "cpu", "cuda", "ops",
-    "codec", "ranges", "counters", "choose", "scale", "link", "communicator", "peers", "_polling",
+    "codec", "ranges", "counters", "choose", "scale", "link", "communicator", "peers",
     "rests", "channel", "exchange", "plan", "replay", "nodes", "cuda_exchange", "cuda_work", "eligible",
     "switch", "message_kind", "messages", "arguments", "dispatch", "requests", "rooted", "p2p",
     "coalesced", "collectives", "moe", "scopes", "handshake", "untraced", "premul", "operators",
     "interpose", "methods", "c10d", "activation", "backend", "compile", "ddp", "fsdp", "__init__",
     "cli", "__main__",
 )  # fmt: skip
-NUMBA = {"_cpu_kernels.py", "_polling.py", "cuda/_jit.py"}
+NUMBA = {"_cpu_kernels.py", "cuda/_jit.py"}
 MAX_LINES = 400
 # Kernels in loops that Numba compiles as they stand.
 LONGER = {"_cpu_kernels.py": 600, "cuda/encode.py": 460}

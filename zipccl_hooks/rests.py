@@ -29,9 +29,6 @@ STAGE = 256 * 1024  # bytes of a rest that are exchanged at a time, per peer and
 DONE, REQUEST, REPLY, CORRUPT = range(4)  # the control words
 NUM_CONTROL = 4
 WORDS = ENTRY_BYTES // 8  # of a table's entry: see Entry
-# How long the thread waits for a request before it looks at all else: turns of so many us.
-TURNS, TURN_MICROSECONDS = 50, 1000
-IDLE_LOOKS = 20
 GLOO_TAG = 1  # of rests; the compressed collectives on CPU tensors use 0
 
 
@@ -105,34 +102,31 @@ class Shared:
 
     def serve(self) -> None:
         """The thread: exchanges what kernels ask for; looks for requests while exchanges are under way."""
-        from ._polling import changes  # imports Numba
-
         served = seen = idle = 0
         while not self.closed:
-            if changes(self.words, REQUEST, served, TURNS, TURN_MICROSECONDS):
-                served = int(self.words[REQUEST])
-                if self.error is None:
-                    self._answer(served)
+            request = int(self.words[REQUEST])
+            if request != served and self.error is None:
+                served = request
+                try:
+                    self._fetch(request)
+                    self.words[REPLY] = request
+                except Exception as error:
+                    self.error = ZipcclError(f"rest of a payload: {error}", rank=self.group_rank)
+                    logger.error("%s", self.error)
+                    self.words[REPLY] = -1
             elif self.words[DONE] >= self.number and self.number == seen:
                 # Idle for a second: sleep until there is a call. Not at once, since waking would have the
                 # thread and its caller pass the GIL to and fro in every call, 0.1 ms each time.
-                if (idle := idle + 1) > IDLE_LOOKS:
+                if (idle := idle + 1) > 1000:
                     self.busy.clear()
                     if self.number == seen:
                         self.busy.wait()
                     idle = 0
+                time.sleep(0.001)
             else:
                 seen, idle = self.number, 0
                 self._end_if_overdue()
-
-    def _answer(self, request: int) -> None:
-        try:
-            self._fetch(request)
-            self.words[REPLY] = request
-        except Exception as error:
-            self.error = ZipcclError(f"rest of a payload: {error}", rank=self.group_rank)
-            logger.error("%s", self.error)
-            self.words[REPLY] = -1
+                time.sleep(0.001)
 
     def _end_if_overdue(self) -> None:
         """Ends the process where a peer does not come, as NCCL's watchdog does with its collectives.
