@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ranks import Ranks
 from test_collectives import assert_bits, compressed_calls, data, fresh_pair, rank_order_sum
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zipccl_hooks import (
     Policy,
@@ -134,12 +135,27 @@ CALLS: dict[str, Call] = {
 GLOO_CALLS = {n: c for n, c in CALLS.items() if n != "all_to_all" or hasattr(dist, "all_gather_single")}
 
 
-def every_collective(group: dist.ProcessGroup, async_op: bool) -> dict[str, int]:
+class Watching(TorchDispatchMode):
+    """Sees operators on their way, as CommDebugMode does: Python's calls go through the dispatcher, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self.seen.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def every_collective(group: dist.ProcessGroup, async_op: bool, watching: bool) -> dict[str, int]:
     plain = {}
     for name, call in GLOO_CALLS.items():
         _, plain[name] = call(group, data(group.rank(), NUMEL, BF16), False)
     reset_stats(group)
-    with compressed(ALL):
+    # One rank alone watches: nothing may depend on it.
+    watch = Watching() if watching and group.rank() == 1 else nullcontext()
+    with compressed(ALL), watch as watched:
         for name, call in GLOO_CALLS.items():
             work, outputs = call(group, data(group.rank(), NUMEL, BF16), async_op)
             assert (work is not None) == async_op
@@ -149,12 +165,14 @@ def every_collective(group: dist.ProcessGroup, async_op: bool) -> dict[str, int]
                 assert [len(x) for x in future.wait()] == [len(x) for x in outputs]
             for got, expected in zip(outputs, plain[name], strict=True):
                 assert_bits(got, expected)
+    assert watched is None or len(watched.seen) == len(GLOO_CALLS)
     return counts(group)
 
 
+@pytest.mark.parametrize("watching", [False, True], ids=["methods", "dispatcher"])
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-def test_every_collective_is_compressed(trio: Ranks, async_op: bool) -> None:
-    assert trio.run(2, every_collective, async_op) == [dict.fromkeys(GLOO_CALLS, 1)] * 2
+def test_every_collective_is_compressed(trio: Ranks, async_op: bool, watching: bool) -> None:
+    assert trio.run(2, every_collective, async_op, watching) == [dict.fromkeys(GLOO_CALLS, 1)] * 2
 
 
 def moved_at_three(group: dist.ProcessGroup) -> None:
