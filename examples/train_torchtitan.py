@@ -42,6 +42,7 @@ from zipccl_hooks import stats
 
 # Python's own documentation, which every installation has.
 TEXT = [{"text": text} for text in pydoc_data.topics.topics.values()]
+torch.utils.deterministic.fill_uninitialized_memory = False  # with --debug.deterministic it would be filled
 _log = MetricsProcessor.log
 ends: list[float] = []  # of steps
 
@@ -59,10 +60,9 @@ def options(folder: str) -> list[str]:
     tokenizer.train_from_iterator((one["text"] for one in TEXT), vocab_size=2048, special_tokens=["<|end|>"])
     tokenizer.save(f"{folder}/tokenizer.json")
     given = {
-        "job.dump_folder": folder, "model.name": "llama3", "model.flavor": "debugmodel",
+        "job.dump_folder": folder, "debug.seed": "0", "model.name": "llama3", "model.flavor": "debugmodel",
         "model.hf_assets_path": folder, "training.dataset": "topics", "training.local_batch_size": "2",
         "training.seq_len": "128", "lr_scheduler.warmup_steps": "2", "metrics.log_freq": "1",
-        "debug.seed": "0",
     }  # fmt: skip
     return [word for name, value in given.items() for word in (f"--{name}", value)]
 
@@ -75,6 +75,5 @@ if __name__ == "__main__":
         trainer.train()
         trainer.close()
     if torch.distributed.get_rank() == 0:
-        seconds = statistics.median(after - before for before, after in pairwise(ends))
-        print(f"{seconds:.4f} s a step", stats(), sep="\n")
+        print(f"{statistics.median(b - a for a, b in pairwise(ends)):.4f} s a step", stats(), sep="\n")
     torch.distributed.destroy_process_group()
