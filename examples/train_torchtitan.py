@@ -42,7 +42,7 @@ from zipccl_hooks import stats
 
 # Python's own documentation, which every installation has.
 TEXT = [{"text": text} for text in pydoc_data.topics.topics.values()]
-torch.utils.deterministic.fill_uninitialized_memory = False  # with --debug.deterministic it would be filled
+torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time
 _log = MetricsProcessor.log
 ends: list[float] = []  # of steps
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from ranks import Ranks
+from test_c10d import reduce_scatter_single
 from test_collectives import compressed_calls
 from torch import Tensor
-from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 
 from zipccl_hooks import Policy, compressed, reset_stats, stats
 
@@ -84,10 +85,28 @@ def test_every_form_of_a_method(pair: Ranks) -> None:
     pair.run(2, forms)
 
 
+def subclasses(group: dist.ProcessGroup, policy: Policy) -> None:
+    """Only the first tensor tells dtype and device; but any may be one that the dispatcher must unwrap."""
+    with compressed(policy):
+        summed = functional.all_reduce(torch.ones(9000), "sum", group)
+        assert type(summed) is functional.AsyncCollectiveTensor
+        out, other = torch.empty(4500), torch.empty(4500)
+        assert dispatched(lambda: reduce_scatter_single(out, summed, group=group)) > 0
+        halves = list(functional.all_reduce(torch.ones(2, 4500), "sum", group))
+        assert type(halves[0]) is functional.AsyncCollectiveTensor
+        assert dispatched(lambda: dist.reduce_scatter(other, halves, group=group)) > 0
+    assert out.eq(4).all() and other.eq(4).all()
+
+
+@pytest.mark.parametrize("policy", [ALL, Policy(min_bytes=1 << 30)], ids=["compressed", "plain"])
+def test_subclasses_anywhere_in_a_call(pair: Ranks, policy: Policy) -> None:
+    pair.run(2, subclasses, policy)
+
+
 def registered(group: dist.ProcessGroup) -> None:
     """Works that torch keeps for wait_tensor, of compressed calls and of others."""
     module = torch._C._distributed_c10d
-    with compressed(ALL), allow_inflight_collective_as_graph_input_ctx():
+    with compressed(ALL), functional.allow_inflight_collective_as_graph_input_ctx():
         for x in torch.ones(9000), torch.ones(9000, dtype=torch.int64):
             dist.all_reduce(x, group=group, async_op=True)
             assert module._get_work_registry_size() == 1

@@ -13,7 +13,7 @@ CommDebugMode), on subclasses, where autograd would look, and where a work is to
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,8 @@ _HAS_HOOKS = hasattr(Group, "register_pre_hook")
 class Method:
     """One, by its names in torch 2.11 to 2.14; the first is that of backends, too.
 
-    Its last argument, of ``number``, are ``options``. ``arguments(group, args, options)`` are the operator's.
+    Its last argument, of ``number``, are ``options``, the first are ``tensors`` of them or of lists of them.
+    ``arguments(group, args, options)`` are the operator's.
     """
 
     names: tuple[str, ...]
@@ -48,6 +49,7 @@ class Method:
     options: Any
     arguments: Callable[[Group, Any, Any], tuple[Any, ...]]
     number: int = 3
+    tensors: int = 2
 
 
 def _two(g: Group, a: Any, o: Any) -> tuple[Any, ...]:
@@ -64,7 +66,7 @@ def _rooted(g: Group, a: Any, o: Any) -> tuple[Any, ...]:
 
 METHODS = (
     Method(("allreduce",), "allreduce_", _c10d.AllreduceOptions,
-           lambda g, a, o: (a[0], g, o.reduceOp, None, o.asyncOp), number=2),
+           lambda g, a, o: (a[0], g, o.reduceOp, None, o.asyncOp), number=2, tensors=1),
     Method(("allgather",), "allgather_", _c10d.AllgatherOptions, _two),
     Method(("_allgather_base", "all_gather_single"), "_allgather_base_", _c10d.AllgatherOptions, _two),
     Method(("reduce_scatter",), "reduce_scatter_", _c10d.ReduceScatterOptions, _reduced),
@@ -74,7 +76,7 @@ METHODS = (
     Method(("alltoall_base", "all_to_all_single"), "alltoall_base_", _c10d.AllToAllOptions,
            lambda g, a, o: (a[0], a[1], g, a[2], a[3], o.asyncOp), number=5),
     Method(("broadcast",), "broadcast_", _c10d.BroadcastOptions,
-           lambda g, a, o: (a[0], g, o.rootRank, o.rootTensor, o.asyncOp), number=2),
+           lambda g, a, o: (a[0], g, o.rootRank, o.rootTensor, o.asyncOp), number=2, tensors=1),
     Method(("gather",), "gather_", _c10d.GatherOptions, _rooted),
     Method(("scatter",), "scatter_", _c10d.ScatterOptions, _rooted),
 )  # fmt: skip
@@ -117,7 +119,8 @@ def _keeping_options(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _interposed(method: Method, operator: Operator, original: Callable[..., Any]) -> Callable[..., Any]:
-    probe, number, options, native = operator.probe, method.number, method.options, method.names[0]
+    number, options, tensors = method.number, method.options, method.tensors
+    probe, native = operator.probe, method.names[0]
     dispatched = _keeping_options(original)
 
     @untraced
@@ -129,7 +132,11 @@ def _interposed(method: Method, operator: Operator, original: Callable[..., Any]
         x = args[probe]
         while type(x) is list:
             x = x[0] if x else None
-        if type(group) is not Group or not _is_free(x):
+        if (
+            type(group) is not Group
+            or not _are_plain(args[:tensors], torch.is_grad_enabled())
+            or not _is_free(x)
+        ):
             return dispatched(group, *args)
         if x.dtype in MOVABLE_DTYPES and not decided.native:
             policy = policy_for(operator, args, x, group)
@@ -148,13 +155,23 @@ def _interposed(method: Method, operator: Operator, original: Callable[..., Any]
     return interposed
 
 
+def _are_plain(values: Sequence[Any], grad: bool) -> bool:
+    """Whether these are tensors, or lists of them, that neither a subclass nor autograd wants to see."""
+    for value in values:
+        if type(value) in PLAIN_TYPES:
+            if grad and value.requires_grad:
+                return False
+        elif type(value) is not list or not _are_plain(value, grad):
+            return False
+    return True
+
+
 def _is_free(x: Any) -> bool:
-    """Whether the dispatcher has nothing to do but to find the backend of a call on such a tensor."""
+    """Whether the dispatcher has nothing to do for plain tensors such as this but to find their backend."""
     return (
-        type(x) in PLAIN_TYPES
+        x is not None
         and x.layout is torch.strided
         and (x.is_cpu or x.is_cuda)
-        and not (x.requires_grad and torch.is_grad_enabled())
         and _modes() == 0
         and not _registers_works()
     )
