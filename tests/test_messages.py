@@ -58,6 +58,29 @@ def test_moves_the_very_bits(on_ranks: OnRanks, dtype: torch.dtype, numel: int, 
     on_ranks(2, moves, dtype, numel, hostile)
 
 
+def ranges(group: dist.ProcessGroup) -> None:
+    prepared(group)
+    x = put(group.rank(), 50_000, BF16, False)
+    ring(group, [x], ALL)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profiler:
+        ring(group, [x], ALL)
+    found: dict[str, list[int]] = {"encode": [], "exchange": [], "decode": []}
+    for event in profiler.events():
+        if event.name.startswith("zipccl::") and isinstance(event.concrete_inputs[0], int):
+            found[event.name.removeprefix("zipccl::")].append(event.concrete_inputs[0])
+    # A batch is a message to a rank and one from there: of each one side has bytes.
+    assert sorted(found["encode"]) == [0, x.nbytes]
+    assert sorted(found["exchange"])[0] == 0 and found["exchange"] != [0, 0]
+    assert sorted(found["decode"]) == sorted(found["exchange"])
+
+
+@over("emulated", "nccl")
+def test_profiler_sees_what_a_message_is_made_of(on_ranks: OnRanks) -> None:
+    on_ranks(2, ranges)
+
+
 @over(*EVERYWHERE)
 def test_rings_of_three(on_ranks: OnRanks) -> None:
     on_ranks(3, moves, BF16, 70_001, False)

@@ -8,7 +8,6 @@ that one piece is encoded and another decoded while a third is under way, and bu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,14 +20,13 @@ from .exchange import Call
 from .format import GROUP, TILE, Header
 from .ops import format_dtype
 from .plan import Manner, Numels, Place, Plan, find_plan
-from .ranges import profiled
+from .ranges import profiled_if_any
 
 # Bytes of all ranks' tensors in one piece, and of one rank's. Two H200, all-gather of bf16, over NCCL with
 # 32 / 64 / 128 MiB: through host memory 64 MiB 1.25 / 1.28 / 1.25, 256 MiB 1.30 / 1.37 / 1.35,
 # 1 GiB 1.38 / 1.41 / 1.43.
 PIECES_BYTES, MIN_PIECE_BYTES = 128 * 1024 * 1024, 1024 * 1024
 
-_NO_RANGE = nullcontext()
 
 Parts = list[Tensor | None]  # by peer
 
@@ -63,11 +61,6 @@ def _calibrate(call: Call, flow: Flow, plan: Plan) -> None:
     rates: list[list[int]] = []
     call.comm.in_turn(ask)
     flow.set_rate(max(row[0] for row in rates))
-
-
-def _range(name: str, num_bytes: int) -> AbstractContextManager[object]:
-    """It costs ten microseconds, so only where a profiler runs."""
-    return profiled(name, num_bytes) if torch.autograd._profiler_enabled() else _NO_RANGE
 
 
 @dataclass
@@ -168,7 +161,7 @@ def _exchange(
         plan = find_plan(channel, flow, manner, *sizes, turn)
         addresses = [s + at for s in sources], [t + at for t in targets], own_term + at, total + at
         places = plan.place(*addresses)
-        with _range("encode", plan.raw_bytes):
+        with profiled_if_any("encode", plan.raw_bytes):
             plan.encode.run()
         if flow.rate is None:
             _calibrate(call, flow, plan)
@@ -177,13 +170,13 @@ def _exchange(
         started = channel.start(call.name, plan.table)
         exchanges.append(started)
         plan.set_exchange(channel, started)
-        with _range("exchange", plan.sent_bytes):
+        with profiled_if_any("exchange", plan.sent_bytes):
             plan.exchange.run()
         copying = Program()
         if own is not None and start + step >= longest:
             places += _add_copy(copying, channel, *own)
             copying.run()
-        with _range("decode", plan.received_bytes):
+        with profiled_if_any("decode", plan.received_bytes):
             plan.decode.run()
         if call.recording is not None:
             steps = Program.joined(before, plan.encode, plan.exchange, copying, plan.decode)

@@ -40,6 +40,7 @@ from .message_kind import COMPRESSED, PLAIN, TIMED, Kind
 from .ops import format_dtype
 from .peers import TURNS
 from .plan import Manner, find_plan
+from .ranges import profiled_if_any
 
 Group = dist.ProcessGroup
 
@@ -144,7 +145,8 @@ class Message:
             self._lay_flat()
             self._prepare()
             channel.use(channel.encoding)
-            self._plan.encode.run()
+            with profiled_if_any("encode", self._plan.raw_bytes):
+                self._plan.encode.run()
         finally:
             channel.leave(caller)
 
@@ -170,14 +172,16 @@ class Message:
         flow.pending.append([started])
 
     def exchange(self, backend: Any) -> None:
-        self._plan.exchange.run()
+        with profiled_if_any("exchange", self._plan.sent_bytes):
+            self._plan.exchange.run()
 
     def decode(self) -> CudaWork:
         channel, plan = self.channel, self._plan
         caller = channel.begin()
         try:
             channel.use(channel.decoding)
-            plan.decode.run()
+            with profiled_if_any("decode", plan.received_bytes):
+                plan.decode.run()
             if not self.sends and self._flat.data_ptr() != self.tensor.data_ptr():
                 self.tensor.detach().copy_(self._flat.view(self.tensor.shape))
             work = CudaWork(channel, [self.tensor])

@@ -7,7 +7,7 @@ those of tensors that are encoded, of payloads that are exchanged or decoded.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -20,3 +20,11 @@ def profiled(name: str, num_bytes: int) -> Iterator[None]:
         yield
     finally:
         torch.autograd._record_function_with_args_exit(handle)
+
+
+_NOTHING = nullcontext()
+
+
+def profiled_if_any(name: str, num_bytes: int) -> AbstractContextManager[object]:
+    """``profiled``, which costs ten microseconds, only where a profiler runs."""
+    return profiled(name, num_bytes) if torch.autograd._profiler_enabled() else _NOTHING
