@@ -59,6 +59,29 @@ def test_a_call_of_python_passes_the_dispatcher_by(pair: Ranks) -> None:
     pair.run(2, short_way)
 
 
+def wrapped_by_others(group: dist.ProcessGroup) -> None:
+    original, seen = dist.ProcessGroup.allreduce, []
+    with compressed(ALL):
+        ours = dist.ProcessGroup.allreduce
+
+        def theirs(self: dist.ProcessGroup, *arguments: Any) -> Any:
+            seen.append(self.group_name)
+            return ours(self, *arguments)
+
+        dist.ProcessGroup.allreduce = theirs  # type: ignore[method-assign, assignment]
+        dist.all_reduce(torch.ones(9000), group=group)
+    try:
+        dist.all_reduce(torch.ones(9000), group=group)
+    finally:
+        dist.ProcessGroup.allreduce = original  # type: ignore[method-assign]
+    assert seen == [group.group_name] * 2
+    assert stats(group).calls["all_reduce"].calls == 1
+
+
+def test_wrappers_of_others_stay(pair: Ranks) -> None:
+    pair.run(2, fresh, wrapped_by_others)
+
+
 def forms(group: dist.ProcessGroup) -> None:
     """Those of the methods that torch.distributed's functions do not use."""
     x = torch.ones(9000)

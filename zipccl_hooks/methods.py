@@ -99,8 +99,9 @@ def install(operators: Mapping[str, Operator]) -> Callable[[], None]:
         setattr(Group, name, function)
 
     def uninstall() -> None:
-        for name in ours:
-            setattr(Group, name, originals[name])
+        for name, function in ours.items():
+            if vars(Group)[name] is function:  # else somebody has wrapped it, and it passes calls on
+                setattr(Group, name, originals[name])
 
     return uninstall
 
