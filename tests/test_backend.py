@@ -64,7 +64,13 @@ def ends_of_ranks(*command: str) -> list[str]:
         subprocess.Popen([sys.executable, *command, str(rank)], stdout=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    return [process.communicate(timeout=120)[0] for process in processes]
+    try:
+        printed = [process.communicate(timeout=120)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    return printed
 
 
 @pytest.mark.parametrize(("name", "debug"), [("zipccl", "OFF"), ("zipccl", "DETAIL"), ("cpu:zipccl", "OFF")])

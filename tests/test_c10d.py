@@ -295,24 +295,54 @@ def test_inference_mode(trio: Ranks) -> None:
     trio.run(2, inference)
 
 
-def premul(group: dist.ProcessGroup) -> None:
+def premul(group: dist.ProcessGroup, watching: bool) -> None:
     rank, scale = group.rank(), torch.tensor(0.3).item()
     op = dist._make_nccl_premul_sum(0.3)
     inputs = [data(r, NUMEL, FP32) for r in (0, 1)]
-    with compressed(ALL):
+    watch = Watching() if watching and rank == 1 else nullcontext()
+    with compressed(ALL), watch:
         x = inputs[rank].clone()
         dist.all_reduce(x, op, group)
         assert_bits(x, rank_order_sum(inputs, scale))
+        dist.all_reduce_coalesced([y := inputs[rank].clone()], op, group)
+        assert_bits(y, rank_order_sum(inputs, scale))
         out = torch.empty(NUMEL)
         reduce_scatter_single(out, torch.cat([inputs[rank]] * 2), op, group)
         assert_bits(out, rank_order_sum(inputs, scale))
-        # Of another thread's operation nothing is seen here.
         dist.all_reduce(y := inputs[rank].clone(), group=group)
         assert_bits(y, rank_order_sum(inputs))
 
 
-def test_factor_of_premul_sum(trio: Ranks) -> None:
-    trio.run(2, premul)
+@pytest.mark.parametrize("watching", [False, True], ids=["methods", "dispatcher"])
+def test_factor_of_premul_sum(trio: Ranks, watching: bool) -> None:
+    trio.run(2, premul, watching)
+
+
+class Asking(TorchDispatchMode):
+    """Reduces something by another operation while it sees a call."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group, self.largest = group, torch.full((9000,), group.rank() + 1.0)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.c10d.allreduce_.default:
+            functional = torch.ops._c10d_functional
+            reduced = functional.all_reduce(self.largest, "max", self.group.group_name)
+            self.largest = functional.wait_tensor(reduced)
+        return function(*args, **(kwargs or {}))
+
+
+def nested(group: dist.ProcessGroup) -> None:
+    x, factor = torch.full((9000,), group.rank() + 1.0), dist._make_nccl_premul_sum(0.5)
+    with compressed(ALL), Asking(group) as asking:
+        dist.all_reduce(x, group=group)
+        dist.all_reduce(y := x.clone(), factor, group)
+    assert x.eq(3).all() and asking.largest.eq(2).all() and y.eq(3).all()
+
+
+def test_a_call_within_another_has_its_own_operation(trio: Ranks) -> None:
+    trio.run(2, nested)
 
 
 # Scopes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,14 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from ranks import Ranks
-from test_c10d import reduce_scatter_single
+from test_c10d import all_gather_single, reduce_scatter_single
 from test_collectives import compressed_calls
 from torch import Tensor
 
 from zipccl_hooks import Policy, compressed, reset_stats, stats
+from zipccl_hooks.methods import HAS_HOOKS, METHODS
+from zipccl_hooks.operators import OPERATORS
 
 ALL = Policy(min_bytes=0)
-HAS_HOOKS = hasattr(dist.ProcessGroup, "register_pre_hook")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def short_way(group: dist.ProcessGroup) -> None:
     with compressed(Policy(min_bytes=100)):
         for x in integers, small:
             assert dispatched(all_reduce(x)) == HAS_HOOKS
-        assert dispatched(all_reduce(large)) == 0
+        assert dispatched(all_reduce(large)) == HAS_HOOKS
         parameter = torch.nn.Parameter(torch.ones(9))
         assert dispatched(all_reduce(parameter)) == 1
         with torch.no_grad():
@@ -59,27 +61,102 @@ def test_a_call_of_python_passes_the_dispatcher_by(pair: Ranks) -> None:
     pair.run(2, short_way)
 
 
+def special(group: dist.ProcessGroup, policy: Policy) -> None:
+    """Tensors of the usual type that are not what lies at their address, and those of functorch."""
+    x, out = torch.arange(1.0, 4501), torch.empty(9000)
+    with compressed(policy):
+        all_gather_single(out, torch._neg_view(x), group)
+        assert out.equal(torch.cat([-x, -x]))
+        outs = [torch.empty(4500) for _ in range(2)]
+        dist.all_gather(outs, torch._neg_view(x), group)
+        assert torch.cat(outs).equal(torch.cat([-x, -x]))
+        all_gather_single(out, torch._efficientzerotensor(4500), group)
+        assert out.eq(0).all()
+
+        def loss(y: Tensor) -> Tensor:
+            dist.all_reduce(summed := y.detach() * 2, group=group)
+            return (y * summed).sum()
+
+        assert torch.func.grad(loss)(x).equal(4 * x)
+        with pytest.raises(RuntimeError, match="c10d::allreduce_"):
+            torch.vmap(lambda y: dist.all_reduce(y, group=group))(torch.ones(2, 4500))
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            dist.all_reduce(torch.nested.nested_tensor([x, x[:9]]), group=group)
+        dist.all_reduce(x, group=group)  # the group is in order
+    assert x[0] == 2
+
+
+@pytest.mark.parametrize("policy", [ALL, Policy(min_bytes=1 << 30)], ids=["compressed", "plain"])
+def test_tensors_that_are_no_plain_ones(pair: Ranks, policy: Policy) -> None:
+    pair.run(2, special, policy)
+
+
 def wrapped_by_others(group: dist.ProcessGroup) -> None:
+    """Before a scope, in it, and still there in the next one."""
     original, seen = dist.ProcessGroup.allreduce, []
-    with compressed(ALL):
-        ours = dist.ProcessGroup.allreduce
+
+    def wrap(name: str) -> None:
+        inner = dist.ProcessGroup.allreduce
 
         def theirs(self: dist.ProcessGroup, *arguments: Any) -> Any:
-            seen.append(self.group_name)
-            return ours(self, *arguments)
+            seen.append(name)
+            return inner(self, *arguments)
 
         dist.ProcessGroup.allreduce = theirs  # type: ignore[method-assign, assignment]
+
+    def all_reduce() -> list[str]:
+        seen.clear()
         dist.all_reduce(torch.ones(9000), group=group)
+        dist.all_reduce(torch.ones(9, dtype=torch.int64), group=group)
+        return seen
+
     try:
-        dist.all_reduce(torch.ones(9000), group=group)
+        wrap("early")
+        with compressed(ALL):
+            assert all_reduce() == ["early"] * 2
+            wrap("late")
+            assert all_reduce() == ["late", "early"] * 2
+        assert all_reduce() == ["late", "early"] * 2
+        with compressed(ALL):
+            assert all_reduce() == ["late", "early"] * 2
     finally:
         dist.ProcessGroup.allreduce = original  # type: ignore[method-assign]
-    assert seen == [group.group_name] * 2
-    assert stats(group).calls["all_reduce"].calls == 1
+    assert compressed_calls(group, "all_reduce") == 3
 
 
-def test_wrappers_of_others_stay(pair: Ranks) -> None:
+def test_wrappers_of_others_see_every_call(pair: Ranks) -> None:
     pair.run(2, fresh, wrapped_by_others)
+
+
+def test_arguments_are_those_of_the_schemas() -> None:
+    operators = {one.name: one for one in OPERATORS}
+    for method in METHODS:
+        options, found = method.options(), {"Tensor? sparse_indices": None}
+        for name, value in (
+            ("reduceOp", dist.ReduceOp.MAX),
+            ("rootRank", 3),
+            ("rootTensor", 4),
+            ("asyncOp", False),
+        ):
+            if hasattr(options, name):
+                setattr(options, name, value)
+        found |= {"int root_rank": 3, "int root_tensor": 4, "bool async_op=True": False}
+        found |= {
+            "int[] output_split_sizes": [5],
+            "int[] input_split_sizes": [6],
+            "ProcessGroup process_group": 0,
+        }
+        given: list[Any] = [f"tensors {k}" for k in range(len(method.levels))]
+        arguments = method.arguments(0, [*given, *([[5], [6]] * method.splits), options], options)  # type: ignore[arg-type]
+        names = operators[method.operator].schema.split(" ->")[0].strip("()").split(", ")
+        for argument, name in zip(arguments, names, strict=False):
+            if "Tensor" in name and "?" not in name:
+                assert argument == given.pop(0)
+            elif name == "ReduceOp reduce_op":
+                assert argument == dist.ReduceOp.MAX
+            else:
+                assert argument == found[name], (method.name, name)
+        assert not given and names[len(arguments) - 1].startswith("bool async_op")
 
 
 def forms(group: dist.ProcessGroup) -> None:
@@ -99,8 +176,10 @@ def forms(group: dist.ProcessGroup) -> None:
             assert sum(c.compressed_calls for c in stats(group).calls.values()) == before + 1, number
         with pytest.raises(TypeError, match="incompatible function arguments"):
             group.allreduce()
-        with pytest.raises(TypeError, match="incompatible function arguments"):
-            group.allreduce(5, dist.AllreduceOptions())
+        options = dist.AllreduceOptions()
+        for wrong in (5, torch.ones(1, 300)):
+            with pytest.raises(TypeError, match="incompatible function arguments"):
+                group.allreduce(wrong, options)
     assert x.eq(16).all()
 
 
@@ -124,6 +203,21 @@ def subclasses(group: dist.ProcessGroup, policy: Policy) -> None:
 @pytest.mark.parametrize("policy", [ALL, Policy(min_bytes=1 << 30)], ids=["compressed", "plain"])
 def test_subclasses_anywhere_in_a_call(pair: Ranks, policy: Policy) -> None:
     pair.run(2, subclasses, policy)
+
+
+def synchronized(group: dist.ProcessGroup) -> None:
+    x = torch.ones(9000)
+    with compressed(ALL):
+        dist.all_reduce(torch.ones(9000), group=group)  # connected
+        if group.rank() == 1:
+            time.sleep(0.5)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        work.synchronize()
+    assert work.is_completed() and x.eq(2).all()
+
+
+def test_synchronize_waits(pair: Ranks) -> None:
+    pair.run(2, synchronized)
 
 
 def registered(group: dist.ProcessGroup) -> None:
@@ -152,8 +246,9 @@ def hooked(group: dist.ProcessGroup) -> None:
     group.register_pre_hook(7, lambda arguments: seen.append(str(arguments.name)))
     with compressed(ALL):
         dist.all_reduce(torch.ones(9, dtype=torch.int64), group=group)
+        dist.all_reduce(torch.ones(9), dist.ReduceOp.MAX, group)
     group.unregister_pre_hook(7)
-    assert len(seen) == 1
+    assert len(seen) == 2
 
 
 @pytest.mark.skipif(not HAS_HOOKS, reason="torch 2.14's groups have hooks")

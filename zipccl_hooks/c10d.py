@@ -38,13 +38,10 @@ Group = dist.ProcessGroup
 
 def _kernel(operator: Operator) -> Callable[..., Any]:
     redispatch = operator.overload._handle.redispatch_boxed  # OpOverload.redispatch less two Python frames
-    probe = operator.probe
 
     @untraced
     def kernel(keyset: Any, *arguments: Any) -> Any:
-        x = arguments[probe]
-        while type(x) is list:
-            x = x[0] if x else None
+        x = operator.first(arguments)
         # What costs next to nothing first: calls on integers must not notice.
         if type(x) in PLAIN_TYPES and x.dtype in MOVABLE_DTYPES and not decided.native:
             result = _interpose(operator, keyset, arguments, x)

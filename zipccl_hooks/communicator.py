@@ -61,6 +61,9 @@ class Work(dist.Work):
             raise self._error
         return True
 
+    def synchronize(self) -> None:
+        self.wait()
+
     def is_completed(self) -> bool:
         return self._done.is_set()
 
@@ -95,6 +98,9 @@ class Works(dist.Work):
         for work in self._works:
             work.wait() if timeout is None else work.wait(timeout)
         return True
+
+    def synchronize(self) -> None:
+        self.wait()
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

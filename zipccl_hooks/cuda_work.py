@@ -30,6 +30,12 @@ class CudaWork(dist.Work):
         torch.cuda.current_stream(self._channel.device).wait_event(self._end)
         return True
 
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
     def is_completed(self) -> bool:
         return self._end.query()
 

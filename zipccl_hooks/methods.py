@@ -4,16 +4,19 @@ torch.distributed's functions, and with them FSDP, Megatron-LM and most else, ca
 calls the dispatcher. There c10d.py would see the call, at the price of its arguments' way into Python and
 back: 7 us in a loop (benchmarks/bench_pass_through.py, the functional rows), more in a training step, whose
 caches hold other things. So the same is decided here already, and a plain call goes to the group's backend at
-once, as the dispatcher would send it: 1 us for integers, 3 us for what is looked at.
+once, as the dispatcher would send it: 1 us for integers, 4 us for what is looked at.
 
-Calls in which the dispatcher has more to do are left to it: under a dispatch mode (fake tensors, tracing,
-CommDebugMode), on subclasses, where autograd would look, and where a work is to be registered.
+Calls in which the dispatcher, or somebody else, has more to do are left to it: under a dispatch mode (fake
+tensors, tracing, CommDebugMode), on tensors that are no plain ones, where autograd would look, where a work
+is to be registered, where others have wrapped a method. From torch 2.14 on a group can have hooks, which fire
+below the dispatcher and which nobody can ask for: there c10d.py sees all calls.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,28 +34,40 @@ _core: Any = torch._C
 _c10d = _core._distributed_c10d
 _modes = _core._len_torch_dispatch_stack
 _registers_works = _c10d._allow_inflight_collective_as_graph_input
+_keys = _core._dispatch_keys
 Group = dist.ProcessGroup
-# From torch 2.14 on groups can have hooks, which fire below the dispatcher only.
-_HAS_HOOKS = hasattr(Group, "register_pre_hook")
+HAS_HOOKS = hasattr(Group, "register_pre_hook")
+_PLAIN_KEYS = ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA")
+# A tensor with another key (functorch's, of a pending negation, sparse, nested, zeros without memory, ...) is
+# not what lies at its address.
+_OTHER_KEYS = ~functools.reduce(
+    operator.or_, (_core.DispatchKeySet(getattr(_core.DispatchKey, name)).raw_repr() for name in _PLAIN_KEYS)
+)
 
 
 @dataclass(frozen=True)
 class Method:
-    """One, by its names in torch 2.11 to 2.14; the first is that of backends, too.
+    """One of ProcessGroup, called as that of its backend is; ``newer``: what torch 2.13 calls it, too.
 
-    Its last argument, of ``number``, are ``options``, the first are ``tensors`` of them or of lists of them.
-    ``arguments(group, args, options)`` are the operator's.
+    Its last argument are ``options``, the first are tensors: ``levels`` tells of each in how many lists it
+    is. ``arguments(group, args, options)`` are the operator's.
     """
 
-    names: tuple[str, ...]
+    name: str
     operator: str
+    levels: tuple[int, ...]
     options: Any
     arguments: Callable[[Group, Any, Any], tuple[Any, ...]]
-    number: int = 3
-    tensors: int = 2
+    newer: str | None = None
+    splits: bool = False  # two lists of sizes are between tensors and options
+
+    @property
+    def number(self) -> int:
+        """Of arguments."""
+        return len(self.levels) + 2 * self.splits + 1
 
 
-def _two(g: Group, a: Any, o: Any) -> tuple[Any, ...]:
+def _moved(g: Group, a: Any, o: Any) -> tuple[Any, ...]:
     return (a[0], a[1], g, o.asyncOp)
 
 
@@ -65,20 +80,21 @@ def _rooted(g: Group, a: Any, o: Any) -> tuple[Any, ...]:
 
 
 METHODS = (
-    Method(("allreduce",), "allreduce_", _c10d.AllreduceOptions,
-           lambda g, a, o: (a[0], g, o.reduceOp, None, o.asyncOp), number=2, tensors=1),
-    Method(("allgather",), "allgather_", _c10d.AllgatherOptions, _two),
-    Method(("_allgather_base", "all_gather_single"), "_allgather_base_", _c10d.AllgatherOptions, _two),
-    Method(("reduce_scatter",), "reduce_scatter_", _c10d.ReduceScatterOptions, _reduced),
-    Method(("_reduce_scatter_base", "reduce_scatter_single"), "_reduce_scatter_base_",
-           _c10d.ReduceScatterOptions, _reduced),
-    Method(("alltoall",), "alltoall_", _c10d.AllToAllOptions, _two),
-    Method(("alltoall_base", "all_to_all_single"), "alltoall_base_", _c10d.AllToAllOptions,
-           lambda g, a, o: (a[0], a[1], g, a[2], a[3], o.asyncOp), number=5),
-    Method(("broadcast",), "broadcast_", _c10d.BroadcastOptions,
-           lambda g, a, o: (a[0], g, o.rootRank, o.rootTensor, o.asyncOp), number=2, tensors=1),
-    Method(("gather",), "gather_", _c10d.GatherOptions, _rooted),
-    Method(("scatter",), "scatter_", _c10d.ScatterOptions, _rooted),
+    Method("allreduce", "allreduce_", (1,), _c10d.AllreduceOptions,
+           lambda g, a, o: (a[0], g, o.reduceOp, None, o.asyncOp)),
+    Method("allgather", "allgather_", (2, 1), _c10d.AllgatherOptions, _moved),
+    Method("_allgather_base", "_allgather_base_", (0, 0), _c10d.AllgatherOptions, _moved,
+           "all_gather_single"),
+    Method("reduce_scatter", "reduce_scatter_", (1, 2), _c10d.ReduceScatterOptions, _reduced),
+    Method("_reduce_scatter_base", "_reduce_scatter_base_", (0, 0), _c10d.ReduceScatterOptions, _reduced,
+           "reduce_scatter_single"),
+    Method("alltoall", "alltoall_", (1, 1), _c10d.AllToAllOptions, _moved),
+    Method("alltoall_base", "alltoall_base_", (0, 0), _c10d.AllToAllOptions,
+           lambda g, a, o: (a[0], a[1], g, a[2], a[3], o.asyncOp), "all_to_all_single", splits=True),
+    Method("broadcast", "broadcast_", (1,), _c10d.BroadcastOptions,
+           lambda g, a, o: (a[0], g, o.rootRank, o.rootTensor, o.asyncOp)),
+    Method("gather", "gather_", (2, 1), _c10d.GatherOptions, _rooted),
+    Method("scatter", "scatter_", (1, 2), _c10d.ScatterOptions, _rooted),
 )  # fmt: skip
 # c10d.py sees the calls of these, and needs their options.
 _COALESCED = ("allreduce_coalesced", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
@@ -90,11 +106,15 @@ def install(operators: Mapping[str, Operator]) -> Callable[[], None]:
     originals, ours = dict(vars(Group)), {}
     for name in _COALESCED:
         if name in originals:
-            ours[name] = _keeping_options(getattr(Group, name))
+            ours[name] = _keeping_factor(getattr(Group, name))
     for method in METHODS:
-        for name in method.names:
+        for name in filter(None, (method.name, method.newer)):
             if name in originals and method.operator in operators:
-                ours[name] = _interposed(method, operators[method.operator], getattr(Group, name))
+                original = getattr(Group, name)
+                if HAS_HOOKS or type(originals[name]).__name__ != "instancemethod":  # torch's own is one
+                    ours[name] = _keeping_factor(original)
+                else:
+                    ours[name] = _interposed(method, operators[method.operator], original)
     for name, function in ours.items():
         setattr(Group, name, function)
 
@@ -106,49 +126,39 @@ def install(operators: Mapping[str, Operator]) -> Callable[[], None]:
     return uninstall
 
 
-def _keeping_options(original: Callable[..., Any]) -> Callable[..., Any]:
+def _keeping_factor(original: Callable[..., Any]) -> Callable[..., Any]:
     @untraced
     @functools.wraps(original)
-    def with_options(*args: Any, **kwargs: Any) -> Any:
-        premul.issued.options = args[-1]
+    def dispatched(*args: Any, **kwargs: Any) -> Any:
+        before = premul.keep(args[-1])
         try:
             return original(*args, **kwargs)
         finally:
-            premul.issued.options = None
+            premul.kept.op = before
 
-    return with_options
+    return dispatched
 
 
-def _interposed(method: Method, operator: Operator, original: Callable[..., Any]) -> Callable[..., Any]:
-    number, options, tensors = method.number, method.options, method.tensors
-    probe, native = operator.probe, method.names[0]
-    dispatched = _keeping_options(original)
+def _interposed(method: Method, entry: Operator, original: Callable[..., Any]) -> Callable[..., Any]:
+    name, number, options, is_usual = method.name, method.number, method.options, _usual_form(method)
+    dispatched = _keeping_factor(original)
 
     @untraced
     @functools.wraps(original)
     def interposed(group: Group, *args: Any, **kwargs: Any) -> Any:
         opts: Any = args[-1] if len(args) == number else None
-        if type(opts) is not options or kwargs:
+        if type(opts) is not options or kwargs or type(group) is not Group or not is_usual(args):
             return dispatched(group, *args, **kwargs)
-        x = args[probe]
-        while type(x) is list:
-            x = x[0] if x else None
-        if (
-            type(group) is not Group
-            or not _are_plain(args[:tensors], torch.is_grad_enabled())
-            or not _is_free(x)
-        ):
+        x = entry.first(args)
+        if x is None or _modes() or _registers_works():
             return dispatched(group, *args)
         if x.dtype in MOVABLE_DTYPES and not decided.native:
-            policy = policy_for(operator, args, x, group)
+            policy = policy_for(entry, args, x, group)
             if policy is not None:
-                begun = start(operator, method.arguments(group, args, opts), group, policy, opts.asyncOp)
+                begun = start(entry, method.arguments(group, args, opts), group, policy, opts.asyncOp)
                 if begun is not None:
                     return begun.handles[0] if opts.asyncOp else done()
-        if _HAS_HOOKS:
-            work = _decided(original, group, args)
-        else:
-            work = getattr(group._get_backend(x.device), native)(*args)
+        work = getattr(group._get_backend(x.device), name)(*args)
         if decided.watching is not None:
             issued(work if opts.asyncOp else None)
         return work
@@ -156,32 +166,28 @@ def _interposed(method: Method, operator: Operator, original: Callable[..., Any]
     return interposed
 
 
-def _are_plain(values: Sequence[Any], grad: bool) -> bool:
-    """Whether these are tensors, or lists of them, that neither a subclass nor autograd wants to see."""
-    for value in values:
-        if type(value) in PLAIN_TYPES:
-            if grad and value.requires_grad:
-                return False
-        elif type(value) is not list or not _are_plain(value, grad):
-            return False
-    return True
+def _usual_form(method: Method) -> Callable[[Any], bool]:
+    """Tells of arguments whether they have the usual form, and none above backends looks at the tensors."""
+    checks = [(_is_plain, _is_list, _is_list_of_lists)[level] for level in method.levels]
+    first, last = checks[0], checks[-1]
+    if len(checks) == 1:
+        return lambda a: first(a[0])
+    if method.splits:
+        return lambda a: first(a[0]) and last(a[1]) and type(a[2]) is type(a[3]) is list
+    return lambda a: first(a[0]) and last(a[1])
 
 
-def _is_free(x: Any) -> bool:
-    """Whether the dispatcher has nothing to do for plain tensors such as this but to find their backend."""
+def _is_plain(x: Any) -> bool:
     return (
-        x is not None
-        and x.layout is torch.strided
-        and (x.is_cpu or x.is_cuda)
-        and _modes() == 0
-        and not _registers_works()
+        type(x) in PLAIN_TYPES
+        and not _keys(x).raw_repr() & _OTHER_KEYS
+        and not (x.requires_grad and torch.is_grad_enabled())
     )
 
 
-def _decided(original: Callable[..., Any], group: Group, args: Any) -> Any:
-    """Calls a method so that c10d.py lets the call pass, on which is decided."""
-    before, decided.native = decided.native, True
-    try:
-        return original(group, *args)
-    finally:
-        decided.native = before
+def _is_list(value: Any) -> bool:
+    return type(value) is list and all(map(_is_plain, value))
+
+
+def _is_list_of_lists(value: Any) -> bool:
+    return type(value) is list and all(map(_is_list, value))

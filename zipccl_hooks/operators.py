@@ -57,6 +57,13 @@ class Operator:
     def returns_outputs(self) -> bool:
         return self.schema.endswith("Work)")
 
+    def first(self, a: Arguments) -> Any:
+        """The first tensor of argument ``probe``; None of an empty list."""
+        x = a[self.probe]
+        while type(x) is list:
+            x = x[0] if x else None
+        return x
+
     def num_bytes(self, a: Arguments, x: Tensor) -> int | None:
         """The request's ``num_bytes``, before one is made; None where that takes more than ``x``."""
         return x.nbytes if self.sized and (type(a[0]) is not list or len(a[0]) <= 1) else None

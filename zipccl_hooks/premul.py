@@ -1,8 +1,8 @@
 """The factor of ReduceOp.PREMUL_SUM, which the dispatcher hides from Python kernels.
 
 They see an object that tells the kind of operation only. So the methods through which Python issues
-reductions (methods.py) keep their options where this thread's kernel finds them. Reductions with that
-operation from C++ stay plain; none is known.
+reductions (methods.py) keep an operation with a factor where this thread's kernel finds it. Reductions with
+that operation from C++ stay plain; none is known.
 """
 
 from __future__ import annotations
@@ -15,17 +15,23 @@ import torch.distributed as dist
 _KINDS: Any = dist.ReduceOp.RedOpType
 
 
-class _Issued(threading.local):
-    options: Any = None
+class _Kept(threading.local):
+    op: Any = None
 
 
-issued = _Issued()
+kept = _Kept()
+
+
+def keep(options: Any) -> Any:
+    """Keeps the operation of a method's options while it is called; returns what was kept before."""
+    before, op = kept.op, getattr(options, "reduceOp", None)
+    kept.op = op if op is not None and op == _KINDS.PREMUL_SUM else None
+    return before
 
 
 def reduce_op(given: Any) -> Any:
     """``given`` by a method; or what Python calls the dispatcher's boxed one, less a factor not seen."""
     if isinstance(given, dist.ReduceOp):
         return given
-    kept = getattr(issued.options, "reduceOp", None)
-    # First: asking the object calls TorchScript, which takes longer than all else here.
-    return _KINDS(given.op()) if kept is None else kept
+    kind = _KINDS(given.op())
+    return kept.op if kind == _KINDS.PREMUL_SUM and kept.op is not None else kind
