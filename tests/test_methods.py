@@ -93,7 +93,10 @@ def test_tensors_that_are_no_plain_ones(pair: Ranks, policy: Policy) -> None:
 
 def wrapped_by_others(group: dist.ProcessGroup) -> None:
     """Before a scope, in it, and still there in the next one."""
-    original, seen = dist.ProcessGroup.allreduce, []
+    original, seen = (
+        vars(dist.ProcessGroup)["allreduce"],
+        [],
+    )  # what getattr gives does not bind when put back
 
     def wrap(name: str) -> None:
         inner = dist.ProcessGroup.allreduce
@@ -120,7 +123,7 @@ def wrapped_by_others(group: dist.ProcessGroup) -> None:
         with compressed(ALL):
             assert all_reduce() == ["late", "early"] * 2
     finally:
-        dist.ProcessGroup.allreduce = original  # type: ignore[method-assign]
+        dist.ProcessGroup.allreduce = original
     assert compressed_calls(group, "all_reduce") == 3
 
 
@@ -216,6 +219,7 @@ def synchronized(group: dist.ProcessGroup) -> None:
     assert work.is_completed() and x.eq(2).all()
 
 
+@pytest.mark.skipif(HAS_HOOKS, reason="c10d.py's works are torch's, of futures, which wait in wait only")
 def test_synchronize_waits(pair: Ranks) -> None:
     pair.run(2, synchronized)
 
