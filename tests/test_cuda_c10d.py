@@ -14,12 +14,14 @@ from ranks import Ranks
 from test_c10d import CALLS, NUMEL, counts, reduce_scatter_single
 from test_collectives import assert_bits, data, rank_order_sum
 from test_ddp import assert_same
+from test_methods import dispatched
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from zipccl_hooks import Policy, compressed, reset_stats
+from zipccl_hooks.methods import HAS_HOOKS
 
 ALL = Policy(min_bytes=0, adaptive=False)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -56,7 +58,7 @@ def passed_on(group: dist.ProcessGroup) -> None:
     rank = group.rank()
     with compressed(ALL):
         x = torch.full((900,), rank + 1, device="cuda")
-        dist.all_reduce(x, group=group)
+        assert dispatched(lambda: dist.all_reduce(x, group=group)) == HAS_HOOKS
         dist.barrier(group)
         assert x.eq(3).all()
         one = dist.P2POp(dist.isend, torch.ones(900, device="cuda"), 1 - rank, group)
