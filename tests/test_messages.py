@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from corpus import CODED, name_of
 from test_collectives import assert_bits, compressed_calls, data
+from test_stats import ranges_in
 from transports import OnRanks, over, put, room
 
 from zipccl_hooks import Policy, collectives, message_kind, reset_stats, stats
@@ -66,10 +67,7 @@ def ranges(group: dist.ProcessGroup) -> None:
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
     ) as profiler:
         ring(group, [x], ALL)
-    found: dict[str, list[int]] = {"encode": [], "exchange": [], "decode": []}
-    for event in profiler.events():
-        if event.name.startswith("zipccl::") and isinstance(event.concrete_inputs[0], int):
-            found[event.name.removeprefix("zipccl::")].append(event.concrete_inputs[0])
+    found = ranges_in(profiler)
     # A batch is a message to a rank and one from there: of each one side has bytes.
     assert sorted(found["encode"]) == [0, x.nbytes]
     assert sorted(found["exchange"])[0] == 0 and found["exchange"] != [0, 0]

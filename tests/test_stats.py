@@ -72,6 +72,16 @@ def test_log_every_refuses(calls: object) -> None:
         log_every(calls)  # type: ignore[arg-type]
 
 
+def ranges_in(profiler: profile) -> dict[str, list[int]]:
+    """Bytes of the ranges by name, of a profile that recorded shapes."""
+    found: dict[str, list[int]] = {}
+    for event in profiler.events():
+        # Operators have names like that, too; their input is a tensor.
+        if event.name.startswith("zipccl::") and isinstance(event.concrete_inputs[0], int):
+            found.setdefault(event.name.removeprefix("zipccl::"), []).append(event.concrete_inputs[0])
+    return found
+
+
 def ranges(group: torch.distributed.ProcessGroup) -> tuple[dict[str, list[int]], dict[str, float]]:
     """Bytes of the ranges by name."""
     x = torch.randn(5003).bfloat16()
@@ -81,12 +91,7 @@ def ranges(group: torch.distributed.ProcessGroup) -> tuple[dict[str, list[int]],
     activities = [ProfilerActivity.CPU]
     with profile(activities=activities, record_shapes=True, experimental_config=every_thread) as profiler:
         collectives.all_reduce(x, group=group, policy=Policy(min_bytes=0))
-    found: dict[str, list[int]] = {}
-    for event in profiler.events():
-        # Operators have names like that, too; their input is a tensor.
-        if event.name.startswith("zipccl::") and isinstance(event.concrete_inputs[0], int):
-            found.setdefault(event.name.removeprefix("zipccl::"), []).append(event.concrete_inputs[0])
-    return found, stats(group).flat()
+    return ranges_in(profiler), stats(group).flat()
 
 
 def test_profiler_of_all_threads_sees_what_a_call_is_made_of(pair: Ranks) -> None:

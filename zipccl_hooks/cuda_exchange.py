@@ -27,7 +27,6 @@ from .ranges import profiled_if_any
 # 1 GiB 1.38 / 1.41 / 1.43.
 PIECES_BYTES, MIN_PIECE_BYTES = 128 * 1024 * 1024, 1024 * 1024
 
-
 Parts = list[Tensor | None]  # by peer
 
 
