@@ -65,7 +65,7 @@ def ends_of_ranks(*command: str) -> list[str]:
         for rank in range(2)
     ]
     try:
-        printed = [process.communicate(timeout=120)[0] for process in processes]
+        printed = [process.communicate(timeout=60)[0] for process in processes]
         assert [process.returncode for process in processes] == [0, 0]
     finally:
         for process in processes:

@@ -82,7 +82,7 @@ class Request:
 class _Decided(threading.local):
     """What this thread knows of the plain collective that it makes next, or is in."""
 
-    native = False  # ``run`` decided on it: c10d.py lets it pass
+    native = False  # ``run`` decided on it: methods.py and c10d.py let it pass
     watching: Switch | None = None  # wants to know when it was issued
 
 
