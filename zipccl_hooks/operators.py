@@ -1,4 +1,4 @@
-"""The dispatcher's collectives that methods.py and c10d.py take over, and the requests that a call of each makes."""
+"""The dispatcher's collectives that methods.py and c10d.py take over, and the requests each call makes."""
 
 from __future__ import annotations
 
